@@ -1,0 +1,3 @@
+"""Adaptive routing control plane for NVIDIA Dynamo."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,365 @@
+"""What can be configured, within which bounds, and what the defaults are.
+
+Owns: one frozen Struct per component; each default stands once, beside its unit, range and meaning;
+      reading them from mappings with every problem reported at once.
+Does not own: where the mapping comes from (serve/resolve.py) or what is done with it.
+Invariant: a configuration object that exists is within its bounds; bad input is refused, never repaired.
+Source: defaults marked [paper] are arXiv 2606.17081's, [dynamo] are Dynamo 1.4.2's own, [measured] are ours.
+"""
+
+import difflib
+import math
+import re
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+import msgspec
+
+from dynamo_poa.errors import ConfigError
+from dynamo_poa.values import MAX_OVERLAP_WEIGHT, MAX_ROUTER_TEMPERATURE, Mode
+
+T = TypeVar("T", bound="Section")
+
+
+class Knob(msgspec.Struct, frozen=True):
+    """What a person needs to know of one key: meaning, unit, closed range."""
+
+    doc: str
+    unit: str = ""
+    low: float | None = None
+    high: float | None = None
+    above: float | None = None  # an open lower bound
+
+    def problem(self, value: Any) -> str | None:
+        """Return what is wrong with `value`, None when it is within bounds."""
+        numbers = value if isinstance(value, tuple) else (value,)
+        for number in numbers:
+            if isinstance(number, bool) or not isinstance(number, int | float):
+                continue
+            if not math.isfinite(number):
+                return f"must be finite and {self.bound}" if self.bound else "must be finite"
+            if (
+                (self.low is not None and number < self.low)
+                or (self.high is not None and number > self.high)
+                or (self.above is not None and number <= self.above)
+            ):
+                return f"must be {self.bound}"
+        return None
+
+    @property
+    def bound(self) -> str:
+        """Return the range in words."""
+        if self.above is not None:
+            return f"> {self.above:g}" + (f" and <= {self.high:g}" if self.high is not None else "")
+        if self.low is not None and self.high is not None:
+            return f"in [{self.low:g}, {self.high:g}]"
+        if self.low is not None:
+            return f">= {self.low:g}"
+        return f"<= {self.high:g}" if self.high is not None else ""
+
+
+class Section(msgspec.Struct, frozen=True, kw_only=True):
+    """Base of every section: bounds hold however the object came to be.
+
+    Raises:  ConfigError listing every key that is out of bounds.
+    """
+
+    def __post_init__(self) -> None:
+        problems = bound_problems(self, type(self).__name__)
+        if problems:
+            raise ConfigError(problems)
+
+
+class CommonConfig(Section, frozen=True, kw_only=True):
+    """What all processes of a graph share."""
+
+    namespace: Annotated[
+        str, Knob("Dynamo namespace the frontend sees; workers live in `<namespace>-workers`")
+    ] = "poa"
+    model_path: Annotated[str, Knob("model directory; `mock` generates the mock model's")] = "mock"
+    model_name: Annotated[str, Knob("name the model is served under")] = "mock-llama-3.1-70b"
+    block_size: Annotated[int, Knob("KV block size of router and workers", "tokens", low=1, high=4096)] = 16
+    nats_url: Annotated[str, Knob("`embedded`, or the URL of an existing server")] = "embedded"
+    discovery: Annotated[str, Knob("`file` (temporary folder), `etcd://host:port` or `kubernetes`")] = "file"
+    handover: Annotated[
+        Literal["auto", "bootstrap", "sequential"],
+        Knob("how the KV cache goes from prefill to decode; `auto` reads it from the prefill worker's card"),
+    ] = "auto"
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], Knob("of our own processes")] = "info"
+
+    def __post_init__(self) -> None:
+        problems = bound_problems(self, "Common")
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", self.namespace):
+            problems.append(
+                f"Common.namespace = {self.namespace!r}: must be letters, digits, - and _ (it is one token of a subject)"
+            )
+        if problems:
+            raise ConfigError(problems)
+
+    @property
+    def worker_namespace(self) -> str:
+        """Return the namespace the real workers live in, out of the frontend's sight."""
+        return f"{self.namespace}-workers"
+
+
+class FrontendConfig(Section, frozen=True, kw_only=True):
+    """Dynamo's own HTTP frontend, unmodified."""
+
+    http_host: Annotated[str, Knob("address to listen on")] = "127.0.0.1"
+    http_port: Annotated[int, Knob("0 picks a free one", low=0, high=65535)] = 8000
+    args: Annotated[dict[str, Any], Knob("further `dynamo.frontend` flags, without the dashes")] = {}
+
+
+class WorkerConfig(Section, frozen=True, kw_only=True):
+    """One pool of workers: `PrefillWorker`, `DecodeWorker` or `Worker` (aggregated)."""
+
+    engine: Annotated[
+        Literal["mocker", "vllm", "sglang", "trtllm"], Knob("runs `python -m dynamo.<engine>`")
+    ] = "mocker"
+    workers: Annotated[int, Knob("how many workers", low=1, high=1024)] = 1
+    per_process: Annotated[int, Knob("mock workers in one process; real engines take 1", low=1, high=64)] = 1
+    args: Annotated[dict[str, Any], Knob("engine flags, without the dashes")] = {}
+    env: Annotated[dict[str, str], Knob("environment of the engine's processes")] = {}
+
+
+class RouterConfig(Section, frozen=True, kw_only=True):
+    """The router plugin: `PoaRouter`."""
+
+    legs: Annotated[
+        tuple[Literal["prefill", "decode", "aggregated"], ...],
+        Knob(
+            "which legs go through the plugin; `[prefill]` alone costs nothing per token and needs sequential hand-over"
+        ),
+    ] = ("prefill", "decode")
+    replicas: Annotated[int, Knob("router processes", low=1, high=64)] = 1
+    min_prefill_workers: Annotated[int, Knob("registers only when so many are there", low=0, high=1024)] = 1
+    min_decode_workers: Annotated[
+        int, Knob("the same for decode or aggregated workers", low=1, high=1024)
+    ] = 1
+    router_temperature: Annotated[
+        float,
+        Knob(
+            "static τ: before the first parameters, and after the lease [dynamo]",
+            low=0,
+            high=MAX_ROUTER_TEMPERATURE,
+        ),
+    ] = 0.0
+    overlap_weight: Annotated[float, Knob("static ω, likewise [dynamo]", low=0, high=MAX_OVERLAP_WEIGHT)] = (
+        1.0
+    )
+    overlap_key: Annotated[
+        Literal["overlap_score_credit", "prefill_load_scale"], Knob("which Dynamo override ω becomes")
+    ] = "overlap_score_credit"
+    replica_sync: Annotated[bool, Knob("Dynamo's own synchronisation of router replicas")] = False
+    record_candidates: Annotated[
+        bool, Knob("record every worker's load with each decision: what PoA-hat is computed from")
+    ] = True
+    batch_s: Annotated[float, Knob("decisions are sent at least so often", "s", above=0, high=10)] = 0.05
+    batch_size: Annotated[int, Knob("or when so many are waiting", low=1, high=4096)] = 64
+    queue_size: Annotated[
+        int,
+        Knob("decision events held while NATS is away; more are dropped and counted", low=64, high=1_000_000),
+    ] = 16384
+    drain_s: Annotated[float, Knob("SIGTERM waits so long for running requests", "s", low=0, high=600)] = 5.0
+    avoid_s: Annotated[
+        float,
+        Knob(
+            "a worker that refused a connection is avoided for so long, or until discovery drops it",
+            "s",
+            low=0,
+            high=600,
+        ),
+    ] = 15.0
+    metrics_port: Annotated[
+        int, Knob("/metrics and /health on loopback; 0 picks a free one", low=0, high=65535)
+    ] = 0
+
+
+class RegimeConfig(Section, frozen=True, kw_only=True):
+    """When the load regime changes: `PoaController.regime`."""
+
+    theta1: Annotated[
+        float, Knob("TTFT P99 that ends `below`: a multiple of the baseline, or seconds", above=0, high=1e6)
+    ] = 2.5
+    theta2: Annotated[float, Knob("TTFT P99 that begins `saturated`, likewise", above=0, high=1e6)] = 8.0
+    unit: Annotated[
+        Literal["baseline", "seconds"],
+        Knob("what θ1 and θ2 count [paper: multiples of the model's own baseline]"),
+    ] = "baseline"
+    exit_frac: Annotated[
+        float, Knob("a regime is left downwards below this share of its threshold", low=0.1, high=1)
+    ] = 0.7
+    half_life_s: Annotated[float, Knob("of the moving average of TTFT P99", "s", above=0, high=600)] = 1.0
+    confirm_s: Annotated[
+        float, Knob("the signal must stay over a threshold for so long", "s", low=0, high=600)
+    ] = 1.0
+    dwell_s: Annotated[float, Knob("least time between two changes", "s", low=0, high=3600)] = 3.0
+    min_samples: Annotated[
+        int, Knob("fewer TTFT samples in the window are no signal", low=1, high=100_000)
+    ] = 20
+    window_s: Annotated[float, Knob("TTFT window", "s", above=0, high=600)] = 3.0
+    idle_s: Annotated[
+        float, Knob("without a request for so long the system counts as idle", "s", above=0, high=3600)
+    ] = 5.0
+    release_frac: Annotated[
+        float,
+        Knob(
+            "stepping down asks for requests in flight, or arrivals, under this share of what they were on stepping up",
+            low=0.05,
+            high=1,
+        ),
+    ] = 0.75
+    probe_s: Annotated[
+        float, Knob("or for so long without relief; doubled after each relapse", "s", above=0, high=86_400)
+    ] = 300.0
+    baseline_s: Annotated[
+        float | None, Knob("a fixed baseline TTFT P99 instead of a learned one", "s", above=0, high=3600)
+    ] = None
+
+    def __post_init__(self) -> None:
+        problems = bound_problems(self, "regime")
+        if not problems and self.theta2 <= self.theta1:
+            problems.append(f"regime.theta2 = {self.theta2:g}: must be > regime.theta1 = {self.theta1:g}")
+        if problems:
+            raise ConfigError(problems)
+
+
+class PolicyConfig(Section, frozen=True, kw_only=True):
+    """Which parameters belong to which regime: `PoaController.policy`. Pairs are [τ, ω]."""
+
+    name: Annotated[Literal["static", "table"], Knob("`static` never moves; `table` is the paper's")] = (
+        "table"
+    )
+    below: Annotated[tuple[float, float], Knob("[paper]", low=0, high=MAX_ROUTER_TEMPERATURE)] = (0.0, 1.0)
+    transition: Annotated[tuple[float, float], Knob("[paper]", low=0, high=MAX_ROUTER_TEMPERATURE)] = (
+        0.7,
+        1.0,
+    )
+    saturated: Annotated[tuple[float, float], Knob("[paper]", low=0, high=MAX_ROUTER_TEMPERATURE)] = (
+        0.8,
+        0.1,
+    )
+
+    def __post_init__(self) -> None:
+        problems = bound_problems(self, "policy")
+        for regime in ("below", "transition", "saturated"):
+            overlap_weight = getattr(self, regime)[1]
+            if not 0 <= overlap_weight <= MAX_OVERLAP_WEIGHT:
+                problems.append(
+                    f"policy.{regime}[1] (ω) = {overlap_weight!r}: must be in [0, {MAX_OVERLAP_WEIGHT:g}]"
+                )
+        if problems:
+            raise ConfigError(problems)
+
+
+class ControllerConfig(Section, frozen=True, kw_only=True):
+    """The controller: `PoaController`."""
+
+    mode: Annotated[
+        Mode, Knob("`off` keeps static parameters, `shadow` decides without applying, `active` applies")
+    ] = Mode.ACTIVE
+    tick_s: Annotated[float, Knob("control period", "s", low=0.05, high=60)] = 0.25
+    heartbeat_s: Annotated[
+        float, Knob("the current parameters are repeated so often", "s", low=0.1, high=60)
+    ] = 1.0
+    lease_s: Annotated[
+        float,
+        Knob(
+            "routers fall back to static parameters after so long without a heartbeat", "s", low=1, high=3600
+        ),
+    ] = 30.0
+    stale_s: Annotated[
+        float, Knob("a silent worker or publisher counts as stale after so long", "s", low=1, high=3600)
+    ] = 30.0
+    window: Annotated[int, Knob("decisions PoA-hat is computed over", low=16, high=4096)] = 256
+    estimate_s: Annotated[float, Knob("PoA-hat is recomputed so often", "s", low=0.05, high=60)] = 1.0
+    scrape_s: Annotated[float, Knob("the frontend's histogram is read so often", "s", low=0.1, high=60)] = 0.5
+    frontend_url: Annotated[
+        str, Knob("frontend whose /metrics is read; empty takes TTFT from decisions alone")
+    ] = ""
+    metrics_port: Annotated[
+        int, Knob("/metrics and /health on loopback; 0 picks a free one", low=0, high=65535)
+    ] = 0
+    regime: Annotated[RegimeConfig, Knob("when the load regime changes")] = msgspec.field(
+        default_factory=RegimeConfig
+    )
+    policy: Annotated[PolicyConfig, Knob("which parameters belong to which regime")] = msgspec.field(
+        default_factory=PolicyConfig
+    )
+
+    def __post_init__(self) -> None:
+        problems = bound_problems(self, "PoaController")
+        if not problems and self.heartbeat_s * 2 > self.lease_s:
+            problems.append(
+                f"PoaController.lease_s = {self.lease_s:g}: must be >= 2 x heartbeat_s = {2 * self.heartbeat_s:g}"
+            )
+        if problems:
+            raise ConfigError(problems)
+
+
+def knobs(section: type[Section]) -> dict[str, tuple[Any, Knob]]:
+    """Return each key's bare type and its Knob, in declaration order."""
+    result = {}
+    for name, hint in get_type_hints(section, include_extras=True).items():
+        if get_origin(hint) is Annotated:
+            bare, knob = get_args(hint)[:2]
+            result[name] = (bare, knob)
+    return result
+
+
+def bound_problems(section: Section, path: str) -> list[str]:
+    """Return one message per key that is out of bounds: key, value, bound."""
+    problems = []
+    for name, (_, knob) in knobs(type(section)).items():
+        value = getattr(section, name)
+        if problem := knob.problem(value):
+            problems.append(f"{path}.{name} = {value!r}: {problem}")
+    return problems
+
+
+def read_section(section: type[T], raw: Any, path: str) -> tuple[T | None, list[str]]:
+    """Read one section from a mapping, collecting every problem rather than the first.
+
+    Args:     raw: as YAML or JSON gave it; None counts as empty.  path: shown in messages.
+    Returns:  the section and no problems, or None and at least one message naming key, value and bound.
+    """
+    if raw is None:
+        raw = {}
+    if not isinstance(raw, dict):
+        return None, [f"{path} = {raw!r}: must be a mapping of keys to values"]
+    known = knobs(section)
+    problems: list[str] = []
+    values: dict[str, Any] = {}
+    for key, value in raw.items():
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, n=1)
+            hint = f"; did you mean {near[0]}?" if near else f"; known keys: {', '.join(known)}"
+            problems.append(f"{path}.{key} = {value!r}: unknown key{hint}")
+            continue
+        bare, knob = known[key]
+        if isinstance(bare, type) and issubclass(bare, Section):
+            inner, inner_problems = read_section(bare, value, f"{path}.{key}")
+            problems += inner_problems
+            if inner is not None:
+                values[key] = inner
+            continue
+        try:
+            values[key] = msgspec.convert(value, bare)
+        except msgspec.ValidationError as error:
+            problems.append(f"{path}.{key} = {value!r}: {_type_problem(error, bare)}")
+            continue
+        if problem := knob.problem(values[key]):
+            problems.append(f"{path}.{key} = {value!r}: {problem}")
+    if problems:
+        return None, problems
+    try:
+        return section(**values), []
+    except ConfigError as error:
+        return None, list(error.problems)
+
+
+def _type_problem(error: msgspec.ValidationError, bare: Any) -> str:
+    if get_origin(bare) is Literal:
+        return "must be one of " + ", ".join(map(str, get_args(bare)))
+    if isinstance(bare, type) and issubclass(bare, Mode):
+        return "must be one of " + ", ".join(Mode)
+    return str(error)[0].lower() + str(error)[1:]

@@ -1,0 +1,55 @@
+"""One error tree, split by what the caller does next.
+
+Owns: the exceptions that cross module borders, with their facts as fields.
+Does not own: foreign errors; each edge maps those once, with `from`.
+"""
+
+
+class PoaError(Exception):
+    """Base of every error this package raises on purpose."""
+
+
+class ConfigError(PoaError):
+    """Stop: the configuration cannot be used. Lists every problem at once."""
+
+    def __init__(self, problems: list[str]) -> None:
+        self.problems = tuple(problems)
+        super().__init__("\n".join(problems))
+
+
+class ParamsError(PoaError):
+    """Refuse the record whole and keep the last good one."""
+
+    def __init__(self, reason: str, key: str, value: object, bound: str) -> None:
+        self.reason = reason  # a short token fit for a metric label
+        self.key, self.value, self.bound = key, value, bound
+        super().__init__(f"{key} = {value!r}: must be {bound}")
+
+
+class BusError(PoaError):
+    """Retry later: NATS did not take or answer it."""
+
+
+class WireError(PoaError):
+    """Drop and count: a message that is not what its subject promises."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        self.reason = reason  # a short token fit for a metric label
+        self.detail = detail
+        super().__init__(f"{reason}: {detail}")
+
+
+class StaleDataError(PoaError):
+    """Hold the last parameters: what would be decided on is too old."""
+
+
+class ActuationError(PoaError):
+    """Hold, count and try again next tick: parameters could not be published."""
+
+
+class WorkerUnreachable(PoaError):
+    """Try once on another worker: the connection failed before the first chunk."""
+
+    def __init__(self, worker_id: int, detail: str) -> None:
+        self.worker_id, self.detail = worker_id, detail
+        super().__init__(f"worker {worker_id}: {detail}")

@@ -1,0 +1,257 @@
+"""The values everyone speaks.
+
+Owns: frozen records that cross module borders: parameters, decisions, what a tick sees and what it decides.
+Does not own: their encoding (wire.py) or any rule about them beyond their own validity.
+Invariant: a `RouterParams` that exists is valid; construction refuses anything else.
+Source: Contracts of the architecture; worker ids are unsigned 64-bit and never pass through a float.
+"""
+
+import math
+from enum import StrEnum
+from typing import NamedTuple
+
+import msgspec
+
+from dynamo_poa.errors import ParamsError
+
+# Dynamo accepts an infinite temperature; above this the choice is uniform to the last digit anyway,
+# and a number a person can read says more. Source: measured, host: KvRouter override.
+MAX_ROUTER_TEMPERATURE = 100.0
+MAX_OVERLAP_WEIGHT = 2.0  # contract: values above 1 give a cached block extra credit; 2 is the paper's range
+
+
+class Role(StrEnum):
+    """Which leg of a request a worker or a decision belongs to."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    AGGREGATED = "aggregated"
+
+
+class Regime(StrEnum):
+    """The three load regimes of the paper, section 5."""
+
+    BELOW = "below"
+    TRANSITION = "transition"
+    SATURATED = "saturated"
+
+    @property
+    def level(self) -> int:
+        """Return 0 below, 1 in transition, 2 saturated."""
+        return REGIMES.index(self)
+
+
+REGIMES = (Regime.BELOW, Regime.TRANSITION, Regime.SATURATED)
+
+
+class Mode(StrEnum):
+    """How far the controller may go: nothing, decide without applying, apply."""
+
+    OFF = "off"
+    SHADOW = "shadow"
+    ACTIVE = "active"
+
+
+class ParamsKind(StrEnum):
+    """Who set the parameters."""
+
+    STATIC = "static"  # the configured defaults
+    POLICY = "policy"  # the controller's policy
+    PIN = "pin"  # an operator, through `dynamo-poa set`
+    EXTERNAL = "external"  # an operator, by writing the key-value entry
+
+
+class Outcome(StrEnum):
+    """How a request ended, as the router saw it."""
+
+    OK = "ok"
+    CANCELLED = "cancelled"
+    FAILED = "failed"
+    SHED = "shed"
+
+
+class Applied(StrEnum):
+    """What became of a tick's wish to change parameters."""
+
+    APPLIED = "applied"
+    UNCHANGED = "unchanged"
+    HELD_NOT_READY = "held_not_ready"
+    HELD_STALE = "held_stale"
+    HELD_DWELL = "held_dwell"
+    HELD_PIN = "held_pin"
+    HELD_MODE = "held_mode"
+    APPLY_FAILED = "apply_failed"
+
+
+class WorkerKey(NamedTuple):
+    """A worker is its id and its data-parallel rank: each rank has its own queue and cache."""
+
+    worker_id: int
+    dp_rank: int
+
+
+class RouterParams(msgspec.Struct, frozen=True, kw_only=True):
+    """The Smart Router's parameters at one revision; both values change together or not at all.
+
+    revision:            monotonic, set by the controller
+    router_temperature:  τ, in [0, MAX_ROUTER_TEMPERATURE]; 0 is greedy
+    overlap_weight:      ω, in [0, MAX_OVERLAP_WEIGHT]; weight of cache overlap
+    issued_at_s:         seconds since the epoch
+    lease_s:             a router that hears nothing for this long falls back to its static parameters
+
+    Raises:  ParamsError, naming the key, the value and the bound.
+    """
+
+    revision: int
+    router_temperature: float
+    overlap_weight: float
+    kind: ParamsKind = ParamsKind.STATIC
+    reason: str = ""
+    regime: Regime = Regime.BELOW
+    issued_at_s: float = 0.0
+    lease_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        _require_number("router_temperature", self.router_temperature, MAX_ROUTER_TEMPERATURE)
+        _require_number("overlap_weight", self.overlap_weight, MAX_OVERLAP_WEIGHT)
+        _require_number("lease_s", self.lease_s, 3600.0)
+        _require_number("issued_at_s", self.issued_at_s, math.inf)
+        if isinstance(self.revision, bool) or not isinstance(self.revision, int) or self.revision < 0:
+            raise ParamsError("revision", "revision", self.revision, "a whole number >= 0")
+
+    def same_values(self, other: "RouterParams") -> bool:
+        """Tell whether both would route alike, whatever their revisions."""
+        return (
+            self.router_temperature == other.router_temperature
+            and self.overlap_weight == other.overlap_weight
+        )
+
+
+def _require_number(key: str, value: object, high: float) -> None:
+    bound = f"a finite number in [0, {high:g}]"
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ParamsError("type", key, value, bound)
+    if not math.isfinite(value):
+        raise ParamsError("not_finite", key, value, bound)
+    if not 0 <= value <= high:
+        raise ParamsError("out_of_range", key, value, bound)
+
+
+class Candidate(msgspec.Struct, frozen=True, array_like=True):
+    """One worker as Dynamo's own router saw it when it chose, before this request was added.
+
+    uncached_tokens:        prompt tokens of this request that the worker would have to compute
+    queued_prefill_tokens:  uncached prompt tokens booked there and not yet prefilled
+    decode_blocks:          KV blocks of the requests booked there
+    """
+
+    worker_id: int
+    dp_rank: int
+    uncached_tokens: int
+    queued_prefill_tokens: int
+    decode_blocks: int
+    active_requests: int
+
+
+class Decision(msgspec.Struct, frozen=True, kw_only=True):
+    """One routing decision, as far as it is known now.
+
+    Instants are seconds since the epoch on the router's clock; None means "not yet".
+    `candidates` is empty when the router did not record them.
+    """
+
+    request_id: str
+    role: Role
+    decided_at_s: float
+    worker: WorkerKey
+    prompt_tokens: int
+    revision: int
+    candidates: tuple[Candidate, ...] = ()
+    received_at_s: float | None = None
+    first_token_at_s: float | None = None
+    ended_at_s: float | None = None
+    outcome: Outcome | None = None
+    attempts: int = 1
+
+    @property
+    def ttft_s(self) -> float | None:
+        """Return receipt to first token in seconds, None before it."""
+        if self.first_token_at_s is None or self.received_at_s is None:
+            return None
+        return self.first_token_at_s - self.received_at_s
+
+
+class WorkerCard(msgspec.Struct, frozen=True, kw_only=True):
+    """What discovery says of one worker instance (all its data-parallel ranks)."""
+
+    worker_id: int
+    role: Role
+    kv_block_size: int
+    total_kv_blocks: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    data_parallel_size: int = 1
+    data_parallel_start_rank: int = 0
+    bootstrap_host: str | None = None
+    bootstrap_port: int | None = None
+    model_name: str = ""
+
+    @property
+    def ranks(self) -> range:
+        """Return the data-parallel ranks this instance owns."""
+        return range(self.data_parallel_start_rank, self.data_parallel_start_rank + self.data_parallel_size)
+
+
+class TtftSample(msgspec.Struct, frozen=True, kw_only=True):
+    """TTFT over the recent past.
+
+    p50_s, p99_s:  seconds, None when there were no samples
+    samples:       how many requests stand behind it
+    fresh:         whether at least one sample is new since the tick before
+    source:        `frontend` (its histogram; the client's view) or `decisions` (the router's own)
+    """
+
+    p50_s: float | None = None
+    p99_s: float | None = None
+    samples: int = 0
+    fresh: bool = False
+    source: str = "none"
+
+
+class PoolLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """Load of one role's workers, summed over those present; None means unknown, never zero."""
+
+    role: Role
+    workers: int = 0
+    stale_workers: int = 0
+    kv_used_frac: float | None = None
+    kv_used_frac_max: float | None = None
+    queued_requests: int | None = None
+    queued_prefill_tokens: int | None = None
+    running_requests: int | None = None
+    active_decode_blocks: int | None = None
+    active_prefill_tokens: int | None = None
+    busy_frac: float | None = None  # share of the last seconds in which a forward pass ran, mean over workers
+
+
+class Estimate(msgspec.Struct, frozen=True, kw_only=True):
+    """PoA-hat of a window, or the reason why there is none.
+
+    poa_hat:  observed cost over best cost; None when absent. Never NaN, never 1.0 for want of data.
+    method:   `frozen`, the paper's (theory.md)
+    by_role:  the same for each leg that has an estimate
+    """
+
+    poa_hat: float | None = None
+    samples: int = 0
+    reason: str = ""
+    method: str = "frozen"
+    by_role: dict[str, float] = {}
+
+
+class Pin(msgspec.Struct, frozen=True, kw_only=True):
+    """An operator's request to hold parameters. `until_s` is on the monotonic clock, None for ever."""
+
+    router_temperature: float
+    overlap_weight: float
+    until_s: float | None = None
