@@ -1,0 +1,1 @@
+"""Everything behind `dynamo serve`: the graph, its configuration, its processes, the command line."""
