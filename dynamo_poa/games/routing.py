@@ -56,7 +56,7 @@ def slots_per_worker(feasible: NDArray[np.bool_]) -> Indices:
         slots[w] = ceil( sum over decisions r that w was a candidate of: 1 / candidates(r) )
 
     This is ceil(n / m) when all m workers are candidates throughout. When workers come and go it still leaves
-    room for every decision: the even split is a fractional assignment within these slots, so a whole one exists.
+    room for every decision: the even split is a fractional assignment within them, so a whole one exists.
 
     Args:     feasible: `(n, m)`; every row has at least one candidate.
     Returns:  `(m,)` whole numbers summing to at least n.

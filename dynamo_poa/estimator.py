@@ -1,0 +1,124 @@
+"""Whether PoA-hat can be told from a window of decisions, and what it is.
+
+Owns: pricing one decision (once, when it arrives), the conditions under which there is an estimate, PoA-hat
+      per leg and overall.
+Does not own: the arithmetic of the optimum (games/routing.py) or the window itself (decisions.py).
+Invariant: an estimate is a finite ratio of costs that were paid, or absent with a reason; never NaN, never 1.0
+           for want of data. It may fall under 1: see `frozen_cost`.
+Source: theory.md, estimator `frozen`; arXiv 2606.17081.
+"""
+
+from collections.abc import Mapping, Sequence
+from operator import itemgetter
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dynamo_poa.games.routing import FrozenCost, block_cost, frozen_cost
+from dynamo_poa.values import Decision, Estimate, Role, WorkerKey
+
+MIN_DECISIONS = 8  # theory.md; fewer say nothing of a router that breaks ties at random
+MIN_WORKERS = 2
+
+
+class PricedDecision(NamedTuple):
+    """A decision reduced to what its price needs.
+
+    A window of these is small: 64 candidates take 0.5 kB as an array and 10 kB as records.
+
+    workers:  the candidates in ascending order; decisions with the same candidates share one tuple
+    costs:    `(m,)` blocks, in the order of `workers`
+    chosen:   index into both
+    """
+
+    workers: tuple[WorkerKey, ...]
+    costs: NDArray[np.float64]
+    chosen: int
+
+
+def price(
+    decision: Decision,
+    *,
+    block_size: int,
+    prefill_load_scale: float = 1.0,
+    known_workers: tuple[WorkerKey, ...] = (),
+) -> PricedDecision | None:
+    """Price a decision for every candidate it had.
+
+    Args:     block_size: tokens.  known_workers: of the decision before, to be shared when they are the same.
+    Returns:  None when candidates were not recorded, the worker taken is not among them (it joined since), or
+              a count is negative: such a decision has no price, which is not a price of zero.
+    """
+    rows = sorted(
+        (
+            (c.worker_id, c.dp_rank, c.uncached_tokens, c.queued_prefill_tokens, c.decode_blocks)
+            for c in decision.candidates
+        ),
+        key=itemgetter(0, 1),
+    )
+    workers = tuple([WorkerKey(row[0], row[1]) for row in rows])
+    if workers == known_workers:
+        workers = known_workers
+    if decision.worker not in workers:
+        return None
+    counts = np.array([row[2:] for row in rows], dtype=np.float64)
+    if counts.min() < 0:
+        return None
+    costs = block_cost(*counts.T, block_size=block_size, prefill_load_scale=prefill_load_scale)
+    return PricedDecision(workers, costs, workers.index(decision.worker))
+
+
+def frozen_estimate(windows: Mapping[Role, Sequence[PricedDecision]]) -> Estimate:
+    """Estimate PoA-hat of each leg and of all legs together.
+
+        poa_hat = sum over legs of observed cost / sum over legs of optimal cost
+
+    Args:     windows: priced decisions of each leg, oldest first.
+    Returns:  absent legs are named in `reason` with what they lack; poa_hat is None when every leg is absent.
+    """
+    priced: dict[Role, FrozenCost] = {}
+    absent = []
+    for role, window in windows.items():
+        cost, lack = _price_window(window)
+        if cost is None:
+            absent.append(f"{role}: {lack}")
+        else:
+            priced[role] = cost
+    reason = "; ".join(absent) or ("" if priced else "no decisions")
+    if not priced:
+        return Estimate(reason=reason)
+    return Estimate(
+        poa_hat=sum(cost.observed for cost in priced.values())
+        / sum(cost.optimal for cost in priced.values()),
+        samples=sum(len(windows[role]) for role in priced),
+        reason=reason,
+        by_role={str(role): cost.observed / cost.optimal for role, cost in priced.items()},
+    )
+
+
+def _price_window(window: Sequence[PricedDecision]) -> tuple[FrozenCost | None, str]:
+    """Return the window's cost, or None and what it lacks."""
+    if len(window) < MIN_DECISIONS:
+        return None, f"{len(window)} decisions with candidates, {MIN_DECISIONS} needed"
+    columns: dict[WorkerKey, int] = {}
+    places: dict[
+        int, NDArray[np.intp]
+    ] = {}  # by identity: the tuples are shared, and hashing them is not free
+    for decision in window:
+        if id(decision.workers) not in places:
+            place = [columns.setdefault(worker, len(columns)) for worker in decision.workers]
+            places[id(decision.workers)] = np.array(place, dtype=np.intp)
+    if len(columns) < MIN_WORKERS:
+        return None, f"{len(columns)} worker, {MIN_WORKERS} needed"
+    cost = np.full((len(window), len(columns)), np.inf)
+    chosen = np.empty(len(window), dtype=np.intp)
+    for row, decision in enumerate(window):
+        place_of = places[id(decision.workers)]
+        cost[row, place_of] = decision.costs
+        chosen[row] = place_of[decision.chosen]
+    result = frozen_cost(cost, chosen)
+    # Before any load is booked every candidate is free, and a ratio of nothing is not an estimate.
+    if result.optimal <= 0:
+        return None, "zero cost"
+    return result, ""
