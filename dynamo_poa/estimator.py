@@ -3,7 +3,7 @@
 Owns: pricing one decision (once, when it arrives), the conditions under which there is an estimate, PoA-hat
       per leg and overall.
 Does not own: the arithmetic of the optimum (games/routing.py) or the window itself (decisions.py).
-Invariant: an estimate is a finite ratio of costs that were paid, or absent with a reason; never NaN, never 1.0
+Invariant: an estimate is a finite ratio of costs paid, or absent with a reason; never NaN, and never 1.0
            for want of data. It may fall under 1: see `frozen_cost`.
 Source: theory.md, estimator `frozen`; arXiv 2606.17081.
 """
