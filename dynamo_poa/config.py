@@ -117,6 +117,9 @@ class WorkerConfig(Section, frozen=True, kw_only=True):
     ] = "mocker"
     workers: Annotated[int, Knob("how many workers", low=1, high=1024)] = 1
     per_process: Annotated[int, Knob("mock workers in one process; real engines take 1", low=1, high=64)] = 1
+    gpus: Annotated[
+        tuple[int, ...], Knob("GPUs to share out evenly, in order; empty leaves CUDA_VISIBLE_DEVICES alone", low=0)
+    ] = ()
     args: Annotated[dict[str, Any], Knob("engine flags, without the dashes")] = {}
     env: Annotated[dict[str, str], Knob("environment of the engine's processes")] = {}
 
