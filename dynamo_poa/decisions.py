@@ -1,0 +1,331 @@
+"""What the routers have done lately: decisions, requests in flight, time to first token, refusals.
+
+Owns: joining the routers' events by (request id, leg); the windows of priced decisions, of TTFT and of
+      arrivals; what is known of each router; counts of what was lost or refused.
+Does not own: the wire format (wire.py), PoA-hat (estimator.py).
+Invariant: bounded whatever routers send; ages are measured from local receipt, never from a sender's clock;
+           bad input is counted and dropped, never raised.
+Source: contract Decision of the architecture; cases S7 (clocks), S8 (refused requests).
+"""
+
+from collections import Counter, deque
+from collections.abc import Sequence
+
+import msgspec
+
+from dynamo_poa import wire
+from dynamo_poa.estimator import PricedDecision, price
+from dynamo_poa.ttft import sample_of
+from dynamo_poa.values import Decision, Outcome, Role, TtftSample, WorkerKey
+
+MAX_REQUESTS = 100_000  # joined at once; 20 MB
+MAX_SAMPLES = 50_000  # TTFT measurements in a window; a graph on one machine makes a tenth
+MAX_TTFT_S = 3600.0  # more is a clock, not a wait
+
+_decode_batch = msgspec.msgpack.Decoder(wire.DecisionBatch).decode
+
+
+class RouterStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """What one router said last. `seen_at_s` is monotonic and ours, the rest is the router's."""
+
+    router_id: str
+    revision: int
+    source: str
+    dropped: int
+    in_flight: dict[str, int]
+    sequence: int
+    sent_at_s: float
+    loop_lag_s: float
+    seen_at_s: float
+
+
+class Traffic(msgspec.Struct, frozen=True, kw_only=True):
+    """Load as the routers see it. None means that no router has been heard lately, never zero.
+
+    in_flight:     requests with a leg running
+    arrival_rate:  requests per second, over the window
+    shed_frac:     share of the window's arrivals that were refused
+    """
+
+    in_flight: int | None = None
+    arrival_rate: float | None = None
+    shed_frac: float = 0.0
+
+
+class _Request:
+    """One request over its legs; `legs` maps those still running to their router."""
+
+    __slots__ = ("answered", "legs", "received_at_s")
+
+    def __init__(self, received_at_s: float) -> None:
+        self.received_at_s = received_at_s
+        self.legs: dict[Role, str] = {}
+        self.answered = False
+
+
+class DecisionLog:
+    """The controller's memory of decisions.
+
+    TTFT of a request is the first token of its answering leg (decode or aggregated) minus the receipt of its
+    earliest leg known by then. With sequential hand-over over two routers, a batch of the prefill leg that
+    arrives after the decode leg's first token leaves that one request's TTFT short.
+
+    outcomes:   ended legs by (role, outcome)
+    refused:    messages and events not taken, by reason
+    lost:       batches missing between two sequence numbers
+    dropped:    events that routers say they dropped
+    forgotten:  requests given up because too many were open
+    unpriced:   decisions without a price (no candidates recorded)
+    """
+
+    def __init__(
+        self,
+        *,
+        window: int,
+        ttft_window_s: float,
+        stale_s: float,
+        block_size: int,
+        prefill_load_scale: float = 1.0,
+        answering: frozenset[Role] = frozenset({Role.DECODE, Role.AGGREGATED}),
+        max_requests: int = MAX_REQUESTS,
+    ) -> None:
+        self.outcomes: Counter[tuple[Role, Outcome]] = Counter()
+        self.refused: Counter[str] = Counter()
+        self.lost = 0
+        self.dropped = 0
+        self.forgotten = 0
+        self.unpriced = 0
+        self.batches = 0
+        self.last_batch_at_s: float | None = None
+        self._window = window
+        self._ttft_window_s = ttft_window_s
+        self._stale_s = stale_s
+        self._block_size = block_size
+        self._prefill_load_scale = prefill_load_scale
+        self._answering = answering
+        self._max_requests = max_requests
+        self._routers: dict[str, RouterStatus] = {}
+        self._requests: dict[str, _Request] = {}
+        self._running: dict[tuple[str, Role], set[str]] = {}  # request ids by router and leg
+        self._lingering: dict[str, float] = {}  # prefill done, answering leg not heard of yet; oldest first
+        self._decided: dict[Role, deque[tuple[float, PricedDecision]]] = {}
+        self._ttft: deque[tuple[float, float]] = deque(maxlen=MAX_SAMPLES)
+        self._ttft_fresh = False
+        self._arrivals: deque[tuple[float, int, int]] = deque()  # per batch: at, arrived, of them shed
+        self._heard_since_s: float | None = None
+
+    def receive(self, payload: bytes, at_s: float) -> None:
+        """Take a message from the decisions subject, at a monotonic instant."""
+        try:
+            batch = _decode_batch(payload)
+        except msgspec.ValidationError:
+            self.refused["schema"] += 1
+        except msgspec.DecodeError:
+            self.refused["not_msgpack"] += 1
+        else:
+            if batch.version > wire.VERSION:
+                self.refused["version"] += 1
+            else:
+                self.apply(batch, at_s)
+
+    def apply(self, batch: wire.DecisionBatch, at_s: float) -> None:
+        """Take in one router's batch, received at a monotonic instant."""
+        if not self._greet(batch, at_s):
+            self.refused["repeated"] += 1
+            return
+        self.batches += 1
+        self.last_batch_at_s = at_s
+        arrived = shed = 0
+        for event in batch.events:
+            if isinstance(event, wire.Chosen):
+                arrived += self._chosen(event, batch.router_id, at_s)
+            elif isinstance(event, wire.FirstToken):
+                self._first_token(event, at_s)
+            else:
+                refused_at_door = event.outcome is Outcome.SHED and event.request_id not in self._requests
+                arrived += refused_at_door
+                shed += event.outcome is Outcome.SHED
+                self._ended(event, at_s)
+        if arrived or shed:
+            self._arrivals.append((at_s, arrived, shed))
+        if not batch.events:
+            # Nothing left to report and none of a leg running: the end of those we still hold was lost.
+            for role in Role:
+                if not batch.in_flight.get(role):
+                    self._end_legs(batch.router_id, role)
+
+    def advance(self, at_s: float) -> None:
+        """Let go of what is too old by now."""
+        for router_id, status in list(self._routers.items()):
+            if at_s - status.seen_at_s > self._stale_s:
+                del self._routers[router_id]
+                for role in Role:
+                    self._end_legs(router_id, role)
+        if not self._routers:
+            self._heard_since_s = None
+        for window in self._decided.values():
+            while window and at_s - window[0][0] > self._stale_s:
+                window.popleft()
+        while self._ttft and at_s - self._ttft[0][0] > self._ttft_window_s:
+            self._ttft.popleft()
+        while self._arrivals and at_s - self._arrivals[0][0] > self._ttft_window_s:
+            self._arrivals.popleft()
+        while self._lingering:
+            request_id, since_s = next(iter(self._lingering.items()))
+            if at_s - since_s <= self._stale_s:
+                break
+            self._forget(request_id)
+
+    def windows(self) -> dict[Role, Sequence[PricedDecision]]:
+        """Return the priced decisions of each leg, oldest first."""
+        return {role: [decision for _, decision in window] for role, window in self._decided.items()}
+
+    def take_ttft(self) -> TtftSample:
+        """Return TTFT over the window; `fresh` tells whether any came since the last call."""
+        fresh, self._ttft_fresh = self._ttft_fresh, False
+        return sample_of((ttft_s for _, ttft_s in self._ttft), fresh=fresh, source="decisions")
+
+    def traffic(self, at_s: float) -> Traffic:
+        """Return the load that the routers see."""
+        if self._heard_since_s is None:
+            return Traffic()
+        span_s = min(self._ttft_window_s, at_s - self._heard_since_s)
+        arrived = sum(count for _, count, _ in self._arrivals)
+        shed = sum(count for _, _, count in self._arrivals)
+        return Traffic(
+            in_flight=self._in_flight(),
+            arrival_rate=arrived / span_s if span_s > 0 else None,
+            shed_frac=min(shed / arrived, 1.0) if arrived else 0.0,
+        )
+
+    @property
+    def routers(self) -> tuple[RouterStatus, ...]:
+        """Return what is known of each router heard within `stale_s`."""
+        return tuple(self._routers.values())
+
+    def _in_flight(self) -> int:
+        """Return how many requests are running.
+
+        The join is exact while nothing is lost; the routers' own counts, of legs, keep it within bounds when
+        something was: at least the busiest leg's, at most the sum over legs.
+        """
+        by_leg = Counter[str]()
+        for status in self._routers.values():
+            by_leg.update(status.in_flight)
+        joined = len(self._requests) - len(self._lingering)
+        return min(max(joined, max(by_leg.values(), default=0)), by_leg.total())
+
+    def _greet(self, batch: wire.DecisionBatch, at_s: float) -> bool:
+        """Note who speaks; tell whether the batch is new."""
+        before = self._routers.get(batch.router_id)
+        if before is None:
+            dropped_before = 0
+        elif batch.sequence > before.sequence:
+            self.lost += batch.sequence - before.sequence - 1
+            dropped_before = before.dropped
+        elif batch.sent_at_s <= before.sent_at_s:
+            return False
+        else:  # the same name counts from the start again: a restarted router, whose requests died with it
+            dropped_before = 0
+            for role in Role:
+                self._end_legs(batch.router_id, role)
+        self.dropped += max(batch.dropped - dropped_before, 0)
+        if self._heard_since_s is None:
+            self._heard_since_s = at_s
+        self._routers[batch.router_id] = RouterStatus(
+            router_id=batch.router_id,
+            revision=batch.params_revision,
+            source=batch.params_source,
+            dropped=batch.dropped,
+            in_flight=batch.in_flight,
+            sequence=batch.sequence,
+            sent_at_s=batch.sent_at_s,
+            loop_lag_s=batch.loop_lag_s,
+            seen_at_s=at_s,
+        )
+        return True
+
+    def _chosen(self, event: wire.Chosen, router_id: str, at_s: float) -> bool:
+        """Take in a decision; tell whether its request is a new one."""
+        request = self._requests.get(event.request_id)
+        is_new = request is None
+        if request is None:
+            if len(self._requests) >= self._max_requests:
+                self._forget(next(iter(self._requests)))
+                self.forgotten += 1
+            request = self._requests[event.request_id] = _Request(event.received_at_s)
+        request.received_at_s = min(request.received_at_s, event.received_at_s)
+        self._end_leg(event.request_id, request, event.role)  # of an attempt before this one
+        request.legs[event.role] = router_id
+        self._running.setdefault((router_id, event.role), set()).add(event.request_id)
+        self._lingering.pop(event.request_id, None)
+        window = self._decided.setdefault(event.role, deque(maxlen=self._window))
+        priced = price(
+            Decision(
+                request_id=event.request_id,
+                role=event.role,
+                decided_at_s=event.at_s,
+                worker=WorkerKey(event.worker_id, event.dp_rank),
+                prompt_tokens=event.prompt_tokens,
+                revision=event.revision,
+                candidates=event.candidates,
+                received_at_s=event.received_at_s,
+                attempts=event.attempt,
+            ),
+            block_size=self._block_size,
+            prefill_load_scale=self._prefill_load_scale,
+            known_workers=window[-1][1].workers if window else (),
+        )
+        if priced is None:
+            self.unpriced += 1
+        else:
+            window.append((at_s, priced))
+        return is_new
+
+    def _first_token(self, event: wire.FirstToken, at_s: float) -> None:
+        request = self._requests.get(event.request_id)
+        if request is None:
+            self.refused["unknown_request"] += 1
+            return
+        if event.role not in self._answering or request.answered:
+            return
+        request.answered = True
+        ttft_s = event.at_s - request.received_at_s
+        # Not clamped: a clock that jumped says nothing of the wait (S7). NaN fails the comparison too.
+        if not 0 <= ttft_s <= MAX_TTFT_S:
+            self.refused["impossible_ttft"] += 1
+            return
+        self._ttft.append((at_s, ttft_s))
+        self._ttft_fresh = True
+
+    def _ended(self, event: wire.Ended, at_s: float) -> None:
+        self.outcomes[event.role, event.outcome] += 1
+        request = self._requests.get(event.request_id)
+        if request is None:
+            return
+        self._end_leg(event.request_id, request, event.role)
+        if request.legs:
+            return
+        if event.role in self._answering or request.answered or event.outcome is not Outcome.OK:
+            self._forget(event.request_id)
+        else:
+            self._lingering[event.request_id] = at_s
+
+    def _end_leg(self, request_id: str, request: _Request, role: Role) -> None:
+        router_id = request.legs.pop(role, None)
+        if router_id is not None:
+            self._running[router_id, role].discard(request_id)
+
+    def _end_legs(self, router_id: str, role: Role) -> None:
+        for request_id in self._running.pop((router_id, role), ()):
+            request = self._requests[request_id]
+            del request.legs[role]
+            if not request.legs:
+                self._forget(request_id)
+
+    def _forget(self, request_id: str) -> None:
+        request = self._requests.pop(request_id, None)
+        self._lingering.pop(request_id, None)
+        if request is not None:
+            for role in list(request.legs):
+                self._end_leg(request_id, request, role)
