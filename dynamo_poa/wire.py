@@ -7,7 +7,9 @@ Invariant: unknown fields are tolerated, known fields are never guessed: a messa
 Source: measured on Dynamo 1.4.2; ours carry a version.
 """
 
-from typing import Annotated, Any
+import functools
+from enum import StrEnum
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 
@@ -101,11 +103,313 @@ class Handover(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 # Dynamo's part. Everything below is Dynamo's wire format, not ours to change; unknown fields are ignored.
 
 MAX_U64 = 2**64 - 1
+MAX_MESSAGE_BYTES = 4 * 2**20  # measured: 520 bytes for a forward pass, about 62 for each stored block
+MAX_WALL_TIME_S = 3600.0  # a forward pass takes milliseconds; an instant sent as a duration is 10^9
 
+KV_EVENTS = "kv-events"
+KV_METRICS = "kv_metrics"
+FORWARD_PASS_METRICS = "forward-pass-metrics"
+ACTIVE_SEQUENCES = "active_sequences_events"
+
+_Unsigned = Annotated[int, msgspec.Meta(ge=0)]  # msgpack itself ends at 2^64 - 1
+_Rank = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
 _Count = Annotated[int, msgspec.Meta(ge=1)]
 _Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
 # Each rank costs state of its own, so a card may not promise any number of them; engines have tens.
 _Ranks = Annotated[int, msgspec.Meta(ge=1, le=4096)]
+
+
+class Route(NamedTuple):
+    """Where a message of Dynamo's came from, as its subject says."""
+
+    namespace: str
+    component: str
+    topic: str
+
+
+class Tier(StrEnum):
+    """Where a cached block lies."""
+
+    DEVICE = "device"
+    HOST_PINNED = "host_pinned"
+    DISK = "disk"
+    EXTERNAL = "external"
+
+
+class KvStored(msgspec.Struct, frozen=True):
+    """Blocks entered the cache: sent when the pass is scheduled, before its prefill has finished.
+
+    parent_hash:   of the block before the first one; None at the start of a prompt
+    block_hashes:  unsigned 64-bit, oldest first, each the parent of the next
+    """
+
+    parent_hash: int | None
+    block_hashes: tuple[int, ...]
+
+
+class KvRemoved(msgspec.Struct, frozen=True):
+    """Blocks left one tier of the cache. Hashes are unsigned 64-bit."""
+
+    block_hashes: tuple[int, ...]
+
+
+class KvCleared(msgspec.Struct, frozen=True):
+    """Every block left the cache: all tiers and all ranks of the worker, whatever tier and rank say."""
+
+
+class KvEvent(msgspec.Struct, frozen=True):
+    """One change of a worker's cache.
+
+    event_id:  consecutive from 1 per (worker_id, dp_rank), however events are batched
+    """
+
+    worker_id: int
+    dp_rank: int
+    event_id: int
+    tier: Tier
+    data: KvStored | KvRemoved | KvCleared
+
+
+class KvMetrics(msgspec.Struct, frozen=True):
+    """A worker's or a router's figures for one worker; None says nothing, least of all zero.
+
+    active_decode_blocks:   from a router: prompt blocks of the requests it has booked there
+    active_prefill_tokens:  from a router: uncached prompt tokens it has booked there, until first token
+    kv_used_blocks:         from the worker: blocks that running requests hold; cached ones do not count
+    """
+
+    worker_id: _Unsigned
+    dp_rank: _Rank
+    active_decode_blocks: _Unsigned | None = None
+    active_prefill_tokens: _Unsigned | None = None
+    kv_used_blocks: _Unsigned | None = None
+
+
+class ForwardPass(msgspec.Struct, frozen=True):
+    """One forward pass that has ended; all zero once a second while the rank idles.
+
+    counter_id:             consecutive from 1 per (worker_id, dp_rank)
+    wall_time_s:            how long the pass took, in [0, MAX_WALL_TIME_S]
+    prefill_*, decode_*:    what the pass computed; the KV tokens are what it read, cached or earlier chunks
+    queued_*:               requests waiting for their prefill, with raw prompt tokens, and preempted decodes
+    """
+
+    worker_id: int
+    dp_rank: int
+    counter_id: int
+    wall_time_s: float
+    prefill_requests: int
+    prefill_tokens: int
+    prefill_kv_tokens: int
+    decode_requests: int
+    decode_kv_tokens: int
+    queued_prefill_requests: int
+    queued_prefill_tokens: int
+    queued_decode_requests: int
+    queued_decode_kv_tokens: int
+
+
+DynamoBody = KvMetrics | ForwardPass | tuple[KvEvent, ...] | None
+
+
+class DynamoMessage(msgspec.Struct, frozen=True):
+    """One message of Dynamo's event plane.
+
+    publisher_id:    one per process, topic and runtime; a restart brings a new one
+    sequence:        from 0 per publisher, without gaps; `kv_metrics` may arrive out of order
+    published_at_s:  seconds since the epoch on the sender's clock: good for its skew, not for ages
+    body:            None for a topic that is known and of no use to us
+    """
+
+    namespace: str
+    component: str
+    topic: str
+    publisher_id: int
+    sequence: int
+    published_at_s: float
+    body: DynamoBody
+
+
+class _Envelope(msgspec.Struct, gc=False):
+    publisher_id: _Unsigned
+    sequence: _Unsigned
+    published_at: _Unsigned  # milliseconds since the epoch
+    topic: str
+    payload: bytes  # msgpack inside msgpack
+
+
+class _Block(msgspec.Struct, gc=False):
+    block_hash: int  # some senders write the signed form
+
+
+class _Stored(msgspec.Struct, gc=False):
+    blocks: list[_Block]
+    parent_hash: int | None = None
+
+
+class _Removed(msgspec.Struct, gc=False):
+    block_hashes: list[int]
+
+
+class _Change(msgspec.Struct, gc=False):
+    stored: _Stored | None = None
+    removed: _Removed | None = None
+
+
+class _Event(msgspec.Struct, gc=False):
+    event_id: _Unsigned
+    dp_rank: _Rank
+    data: _Change | Literal["cleared"]
+
+
+class _RouterEvent(msgspec.Struct, gc=False):
+    worker_id: _Unsigned
+    storage_tier: Tier
+    event: _Event
+
+
+class _Scheduled(msgspec.Struct, gc=False):
+    num_prefill_requests: _Unsigned
+    sum_prefill_tokens: _Unsigned
+    sum_prefill_kv_tokens: _Unsigned
+    num_decode_requests: _Unsigned
+    sum_decode_kv_tokens: _Unsigned
+
+
+class _Queued(msgspec.Struct, gc=False):
+    num_prefill_requests: _Unsigned
+    sum_prefill_tokens: _Unsigned
+    num_decode_requests: _Unsigned
+    sum_decode_kv_tokens: _Unsigned
+
+
+class _ForwardPass(msgspec.Struct, gc=False):
+    version: int
+    worker_id: str  # decimal; a number in the other topics
+    dp_rank: _Rank
+    counter_id: _Unsigned
+    wall_time: float  # seconds
+    scheduled_requests: _Scheduled
+    queued_requests: _Queued
+
+
+class _Version(msgspec.Struct, gc=False):
+    version: int
+
+
+_decode_envelope = msgspec.msgpack.Decoder(_Envelope).decode
+_decode_events = msgspec.msgpack.Decoder(list[_RouterEvent]).decode
+_decode_metrics = msgspec.msgpack.Decoder(KvMetrics).decode
+_decode_pass = msgspec.msgpack.Decoder(_ForwardPass).decode
+_decode_version = msgspec.msgpack.Decoder(_Version).decode
+
+
+@functools.lru_cache(maxsize=1024)  # a fleet has a handful of subjects, and one comes with every message
+def parse_subject(subject: str) -> Route:
+    """Return where a subject of Dynamo's event plane points.
+
+        namespace.<namespace>.component.<component>.endpoint.<endpoint>.<topic>
+
+    Raises:  WireError with reason `subject`.
+    """
+    tokens = subject.split(".")
+    if len(tokens) != 7 or tokens[0::2] != ["namespace", "component", "endpoint", tokens[6]]:
+        raise WireError("subject", f"{subject[:200]!r} is not a subject of Dynamo's event plane")
+    if tokens[6] not in (KV_EVENTS, KV_METRICS, FORWARD_PASS_METRICS, ACTIVE_SEQUENCES):
+        raise WireError("subject", f"unknown topic {tokens[6][:100]!r}")
+    return Route(tokens[1], tokens[3], tokens[6])
+
+
+def decode_dynamo(subject: str, data: bytes) -> DynamoMessage:
+    """Decode one message of Dynamo's event plane.
+
+    Raises:   WireError and nothing else, whatever the bytes. Reasons: `subject`, `too_large`,
+              `not_msgpack`, `envelope`, `payload`, `version`, `impossible_value`.
+    Source:   measured on Dynamo 1.4.2; forward-pass metrics carry version 1.
+    """
+    namespace, component, topic = parse_subject(subject)
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise WireError("too_large", f"{len(data)} bytes: must be <= {MAX_MESSAGE_BYTES}")
+    try:
+        envelope = _decode_envelope(data)
+    except msgspec.ValidationError as error:
+        raise WireError("envelope", str(error)) from error
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise WireError("not_msgpack", str(error)) from error
+    if envelope.topic != topic:
+        raise WireError("envelope", f"topic {envelope.topic[:100]!r} on a subject of {topic!r}")
+    body: DynamoBody = None
+    try:
+        if topic == FORWARD_PASS_METRICS:
+            body = _forward_pass(envelope.payload)
+        elif topic == KV_METRICS:
+            body = _decode_metrics(envelope.payload)
+        elif topic == KV_EVENTS:
+            body = tuple([_kv_event(event) for event in _decode_events(envelope.payload)])
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise WireError("payload", f"{topic}: {error}") from error
+    return DynamoMessage(
+        namespace,
+        component,
+        topic,
+        envelope.publisher_id,
+        envelope.sequence,
+        envelope.published_at / 1000,
+        body,
+    )
+
+
+def _forward_pass(payload: bytes) -> ForwardPass:
+    try:
+        raw = _decode_pass(payload)
+    except msgspec.ValidationError:
+        # Another version may lack fields of this one: name the cause, not the symptom.
+        _require_version(_decode_version(payload).version)
+        raise
+    _require_version(raw.version)
+    if not 0 <= raw.wall_time <= MAX_WALL_TIME_S:  # NaN fails this too
+        raise WireError(
+            "impossible_value", f"wall_time = {raw.wall_time}: must be in [0, {MAX_WALL_TIME_S:g}] s"
+        )
+    text = raw.worker_id
+    if not (text.isascii() and text.isdigit() and len(text) <= 20 and (worker_id := int(text)) <= MAX_U64):
+        raise WireError("payload", f"worker_id = {text[:40]!r}: must be an unsigned 64-bit number in decimal")
+    scheduled, queued = raw.scheduled_requests, raw.queued_requests
+    return ForwardPass(
+        worker_id,
+        raw.dp_rank,
+        raw.counter_id,
+        raw.wall_time,
+        scheduled.num_prefill_requests,
+        scheduled.sum_prefill_tokens,
+        scheduled.sum_prefill_kv_tokens,
+        scheduled.num_decode_requests,
+        scheduled.sum_decode_kv_tokens,
+        queued.num_prefill_requests,
+        queued.sum_prefill_tokens,
+        queued.num_decode_requests,
+        queued.sum_decode_kv_tokens,
+    )
+
+
+def _require_version(version: int) -> None:
+    if version != 1:
+        raise WireError("version", f"forward-pass metrics of version {version}: must be 1")
+
+
+def _kv_event(raw: _RouterEvent) -> KvEvent:
+    change = raw.event.data
+    data: KvStored | KvRemoved | KvCleared
+    if isinstance(change, str):
+        data = KvCleared()
+    elif (stored := change.stored) is not None and change.removed is None:
+        parent = None if stored.parent_hash is None else stored.parent_hash & MAX_U64
+        data = KvStored(parent, tuple([block.block_hash & MAX_U64 for block in stored.blocks]))
+    elif change.removed is not None and stored is None:
+        data = KvRemoved(tuple([block_hash & MAX_U64 for block_hash in change.removed.block_hashes]))
+    else:
+        raise WireError("payload", "kv-events: data must be one of stored, removed, cleared")
+    return KvEvent(raw.worker_id, raw.event.dp_rank, raw.event.event_id, raw.storage_tier, data)
 
 
 class _DisaggregatedEndpoint(msgspec.Struct, frozen=True):
