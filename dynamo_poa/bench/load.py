@@ -1,0 +1,198 @@
+"""Drives a frontend with streaming completions and times what a client sees.
+
+Owns: one HTTP request per connection, its TTFT and outcome; a closed loop of a given concurrency.
+Does not own: what the numbers mean (demo.py, the bench reports).
+Invariant: every request that was started is accounted for: ok, refused, or failed with a reason.
+Source: measured: on kept connections Nagle and delayed acknowledgements add 35-40 ms to the first token,
+        so each request has a connection of its own. The response is scanned, not parsed: an HTTP
+        library costs more CPU per token than the frontend under test, and they share the machine.
+"""
+
+import asyncio
+import itertools
+import json
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import cast
+
+from dynamo_poa.clock import Clock, SystemClock
+
+_TOKEN = b'"text":"'  # one per streamed completion chunk that carries text
+_ERROR = b'"error"'
+_DONE = b"data: [DONE]"
+FIRST_TOKEN_ID = 1000  # ids from here on are plain words in the mock model
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One request as its client saw it. `ttft_s` is None when no token came."""
+
+    started_at_s: float
+    ttft_s: float | None
+    latency_s: float
+    tokens: int
+    error: str  # empty when ok
+
+    @property
+    def ok(self) -> bool:
+        """Tell whether the stream ended as it should."""
+        return not self.error
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt of exact token ids and how many tokens to generate."""
+
+    token_ids: tuple[int, ...]
+    max_tokens: int
+
+
+def prompts(
+    *, prompt_tokens: int, max_tokens: int, templates: int, shared_frac: float, seed: int
+) -> Iterator[Prompt]:
+    """Yield prompts without end: each starts with one of `templates` shared prefixes.
+
+    Args:     shared_frac: share of `prompt_tokens` that the prefix takes, in [0, 1); the rest is unique.
+    Source:   paper: 5 prompt templates, 128 input tokens.
+    """
+    rng = random.Random(seed)
+    shared_tokens = int(prompt_tokens * shared_frac)
+    prefixes = [
+        tuple(rng.randrange(FIRST_TOKEN_ID, 30_000) for _ in range(shared_tokens)) for _ in range(templates)
+    ]
+    while True:
+        rest = tuple(rng.randrange(FIRST_TOKEN_ID, 30_000) for _ in range(prompt_tokens - shared_tokens))
+        yield Prompt(rng.choice(prefixes) + rest if templates else rest, max_tokens)
+
+
+class _Response(asyncio.Protocol):
+    """Counts tokens in a streamed response as its bytes arrive."""
+
+    def __init__(self, request: bytes, clock: Clock, done: "asyncio.Future[None]") -> None:
+        self._request, self._clock, self._done = request, clock, done
+        self._tail = b""
+        self.first_token_at_s: float | None = None
+        self.tokens = 0
+        self.status = b""
+        self.failed = self.complete = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        cast(asyncio.Transport, transport).write(self._request)  # uvloop's is not a subclass
+
+    def data_received(self, data: bytes) -> None:
+        if not self.status:
+            self.status = data[9:12]
+        window = self._tail + data  # a marker may be split between two packets
+        found = window.count(_TOKEN) - self._tail.count(_TOKEN)
+        if found and self.first_token_at_s is None:
+            self.first_token_at_s = self._clock.monotonic_s()
+        self.tokens += found
+        self.failed = self.failed or _ERROR in window
+        if _DONE in window:
+            self.complete = True
+            self._finish()
+        self._tail = window[-16:]
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._finish()
+
+    def _finish(self) -> None:
+        if not self._done.done():
+            self._done.set_result(None)
+
+
+class LoadClient:
+    """Sends streaming completions to one frontend."""
+
+    def __init__(
+        self, host: str, port: int, model: str, *, clock: Clock | None = None, timeout_s: float = 60.0
+    ) -> None:
+        self._host, self._port, self._model = host, port, model
+        self._clock: Clock = clock or SystemClock()
+        self._timeout_s = timeout_s
+
+    async def complete(self, prompt: Prompt) -> Result:
+        """Send one request and wait for its end; never raises for what the server does."""
+        body = json.dumps(
+            {
+                "model": self._model,
+                "prompt": prompt.token_ids,
+                "max_tokens": prompt.max_tokens,
+                "stream": True,
+                "ignore_eos": True,
+            }
+        ).encode()
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nHost: {self._host}:{self._port}\r\n"
+            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+        )
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[None] = loop.create_future()
+        response = _Response(head.encode() + body, self._clock, done)
+        started_at_s = self._clock.monotonic_s()
+        error = ""
+        transport: asyncio.BaseTransport | None = None
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                transport, _ = await loop.create_connection(lambda: response, self._host, self._port)
+                await done
+        except TimeoutError:
+            error = f"no end within {self._timeout_s:g} s"
+        except OSError as refused:
+            error = f"connection: {refused}"
+        finally:
+            if transport is not None:
+                transport.close()
+        if not error:
+            error = _fault(response)
+        ended_at_s = self._clock.monotonic_s()
+        first = response.first_token_at_s
+        return Result(
+            started_at_s=started_at_s,
+            ttft_s=None if first is None else first - started_at_s,
+            latency_s=ended_at_s - started_at_s,
+            tokens=response.tokens,
+            error=error,
+        )
+
+
+def _fault(response: _Response) -> str:
+    if response.status != b"200":
+        return f"HTTP {response.status.decode(errors='replace') or 'nothing'}"
+    if response.failed:
+        return "error in the stream"
+    if not response.complete:
+        return "stream cut"
+    return "" if response.tokens else "no token"
+
+
+async def closed_loop(
+    client: LoadClient,
+    source: Iterator[Prompt],
+    *,
+    concurrency: int,
+    running: Callable[[], bool],
+    report: Callable[[Result], None],
+) -> None:
+    """Keep `concurrency` requests in flight while `running()`; let those in flight finish.
+
+    A failed request is followed by a short pause, so that a dead server is not hammered.
+    """
+    clock = SystemClock()
+
+    async def user() -> None:
+        while running():
+            result = await client.complete(next(source))
+            report(result)
+            if not result.ok:
+                await clock.sleep(0.1)
+
+    async with asyncio.TaskGroup() as users:
+        for number in range(concurrency):
+            users.create_task(user(), name=f"user-{number}")
+
+
+def take(source: Iterator[Prompt], count: int) -> list[Prompt]:
+    """Return the next `count` prompts."""
+    return list(itertools.islice(source, count))
