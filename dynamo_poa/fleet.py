@@ -123,7 +123,7 @@ class Fleet:
         return message
 
     def set_cards(self, cards: Iterable[WorkerCard], at_s: float) -> None:
-        """Replace the known workers: absent ones vanish with all they said, new ones get what was held for them.
+        """Replace the known workers: absent ones vanish with all they said, new ones get what was held.
 
         A worker whose role, ranks, block size or capacity has changed begins anew.
         """
