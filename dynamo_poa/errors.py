@@ -26,8 +26,16 @@ class ParamsError(PoaError):
         super().__init__(f"{key} = {value!r}: must be {bound}")
 
 
+class StartError(PoaError):
+    """Give up: a process of the graph did not come up. The message ends with what it said last."""
+
+
 class BusError(PoaError):
     """Retry later: NATS did not take or answer it."""
+
+
+class NoResponders(BusError):
+    """The same, known at once: nobody serves that subject."""
 
 
 class WireError(PoaError):

@@ -34,7 +34,7 @@ _BYTE_SCORE = -40.0
 
 _CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
-    "{% if add_generation_prompt %}assistant: {% endif %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
 )
 _CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

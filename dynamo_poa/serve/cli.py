@@ -1,0 +1,177 @@
+"""Decides what a person may type: `dynamo serve`, and `dynamo-poa` with `serve` and everything else.
+
+Owns: the options of `serve`, exit codes, and that every error is a clear line on stderr.
+Does not own: what the other commands do; their modules register them.
+Invariant: no error a person can cause shows a traceback; 2 is "cannot be done as asked", 1 "failed while
+           running".
+"""
+
+import asyncio
+import random
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from typing import Annotated
+
+import typer
+
+from dynamo_poa import __version__
+from dynamo_poa.errors import BusError, ConfigError, PoaError, StartError
+from dynamo_poa.serve import rundir
+from dynamo_poa.serve.checks import site_problems
+from dynamo_poa.serve.console import Console
+from dynamo_poa.serve.graph import load_graph
+from dynamo_poa.serve.plan import FreePorts, Plan, lay_out
+from dynamo_poa.serve.resolve import apply_overrides, configure, find_file, read_file
+from dynamo_poa.serve.supervisor import START_TIMEOUT_S, serve_graph
+
+_PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+
+def make_plan(
+    target: str,
+    file: str | None = None,
+    overrides: Sequence[str] = (),
+    check: bool = True,
+    chance: random.Random | None = None,
+) -> Plan:
+    """Resolve a graph and its configuration into the processes that serve it.
+
+    Args:     overrides: `Component.key=value`.  check: also ask this machine: ports, servers, files.
+    Raises:   ConfigError listing every problem.
+    """
+    graph = load_graph(target)
+    raw, problems = apply_overrides(read_file(find_file(file)) if file else {}, overrides)
+    configuration, found = configure(graph, raw)
+    problems += found
+    if check:
+        problems += site_problems(configuration)
+    if problems:
+        raise ConfigError(problems)
+    run_dir = rundir.new_run_dir(configuration.common.namespace)
+    return lay_out(configuration, run_dir, FreePorts(chance or random.Random()))
+
+
+def serve(
+    context: typer.Context,
+    graph: Annotated[str, typer.Argument(help="module:Component, such as graphs.disagg_poa:Frontend")],
+    file: Annotated[
+        str | None, typer.Option("--file", "-f", help="YAML file, one section per component")
+    ] = None,
+    adaptive: Annotated[
+        bool | None,
+        typer.Option("--adaptive/--no-adaptive", help="PoaController.mode = active / off"),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="print configuration and command lines, start nothing")
+    ] = False,
+    start_timeout: Annotated[
+        float, typer.Option(help="seconds the whole graph may take to come up", min=1)
+    ] = START_TIMEOUT_S,
+) -> None:
+    """Serve a graph: NATS, workers, router, controller, frontend. Further options: --Component.key=value."""
+    overrides = _join_values(context.args)
+    if adaptive is not None:
+        overrides.append(f"PoaController.mode={'active' if adaptive else 'off'}")
+    plan = make_plan(graph, file, overrides, check=not dry_run)
+    if dry_run:
+        sys.stdout.write(plan.text())
+        return
+    asyncio.run(_serve(plan, start_timeout))
+
+
+async def _serve(plan: Plan, start_timeout_s: float) -> None:
+    console = Console(sys.stdout, [process.name for process in plan.processes] + ["serve"])
+    loop, this = asyncio.get_running_loop(), asyncio.current_task()
+    assert this is not None
+    asked_to_stop = False
+
+    def stop() -> None:
+        nonlocal asked_to_stop
+        if not asked_to_stop:  # once is enough: stopping has its own time limit
+            asked_to_stop = True
+            console.line("serve", "stopping")
+            this.cancel()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop)
+    try:
+        async with serve_graph(plan, console.line, start_timeout_s=start_timeout_s) as running:
+            console.line("serve", f"ready: {running.http_url}/v1/chat/completions (NATS {running.nats_url})")
+            await running.wait()
+    except asyncio.CancelledError:
+        if not asked_to_stop:
+            raise
+    console.line("serve", "stopped")
+
+
+def _join_values(arguments: Sequence[str]) -> list[str]:
+    """Read `--Component.key value` as `--Component.key=value`, as Dynamo's SDK did."""
+    joined: list[str] = []
+    for argument in arguments:
+        if joined and joined[-1].startswith("--") and "=" not in joined[-1] and "=" not in argument:
+            joined[-1] += f"={argument}"
+        else:
+            joined.append(argument)
+    return joined
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"dynamo-poa {__version__}")
+        raise typer.Exit
+
+
+_VERSION = typer.Option("--version", help="print the version and exit", callback=_show_version, is_eager=True)
+
+
+def _app(help_text: str) -> typer.Typer:
+    app = typer.Typer(
+        help=help_text,
+        add_completion=False,
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+    )
+
+    @app.callback()
+    def options(version: Annotated[bool, _VERSION] = False) -> None:
+        """Hold the options that come before a command; with it, a single command keeps its name."""
+
+    app.command("serve", context_settings=_PASS_ON)(serve)
+    return app
+
+
+def dynamo_main() -> None:
+    """Run `dynamo`: the command Dynamo shipped until 0.4, for our graphs."""
+    _run(_app("Serve a graph of Dynamo components with adaptive routing."))
+
+
+def main() -> None:
+    """Run `dynamo-poa`."""
+    from dynamo_poa.bench import demo
+    from dynamo_poa.serve import commands
+
+    app = _app("Adaptive routing for NVIDIA Dynamo: serve a graph, watch it, steer it.")
+    commands.register(app)
+    demo.register(app)
+    _run(app)
+
+
+def _run(app: Callable[[], object]) -> None:
+    try:
+        app()
+    except ConfigError as error:
+        _fail(error.problems, 2)
+    except BusError as error:
+        _fail([str(error)], 2)
+    except StartError as error:
+        _fail([str(error)], 1)
+    except PoaError as error:
+        _fail([str(error)], 2)
+
+
+def _fail(lines: Sequence[str], status: int) -> None:
+    for line in lines:
+        typer.echo(f"error: {line}", err=True)
+    sys.exit(status)
