@@ -17,6 +17,7 @@ from dynamo_poa.errors import ParamsError
 # Dynamo accepts an infinite temperature; above this the choice is uniform to the last digit anyway,
 # and a number a person can read says more. Source: measured, host: KvRouter override.
 MAX_ROUTER_TEMPERATURE = 100.0
+MAX_REVISION = 2**53  # exact in JSON; no record can use up what comes after it
 MAX_OVERLAP_WEIGHT = 2.0  # contract: values above 1 give a cached block extra credit; 2 is the paper's range
 
 
@@ -115,9 +116,12 @@ class RouterParams(msgspec.Struct, frozen=True, kw_only=True):
         _require_number("router_temperature", self.router_temperature, MAX_ROUTER_TEMPERATURE)
         _require_number("overlap_weight", self.overlap_weight, MAX_OVERLAP_WEIGHT)
         _require_number("lease_s", self.lease_s, 3600.0)
-        _require_number("issued_at_s", self.issued_at_s, math.inf)
-        if isinstance(self.revision, bool) or not isinstance(self.revision, int) or self.revision < 0:
-            raise ParamsError("revision", "revision", self.revision, "a whole number >= 0")
+        _require_number("issued_at_s", self.issued_at_s, 1e11)
+        bound = f"a whole number in [0, {MAX_REVISION}]"
+        if isinstance(self.revision, bool) or not isinstance(self.revision, int):
+            raise ParamsError("type", "revision", self.revision, bound)
+        if not 0 <= self.revision <= MAX_REVISION:
+            raise ParamsError("out_of_range", "revision", self.revision, bound)
 
     def same_values(self, other: "RouterParams") -> bool:
         """Tell whether both would route alike, whatever their revisions."""
@@ -131,7 +135,7 @@ def _require_number(key: str, value: object, high: float) -> None:
     bound = f"a finite number in [0, {high:g}]"
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ParamsError("type", key, value, bound)
-    if not math.isfinite(value):
+    if isinstance(value, float) and not math.isfinite(value):
         raise ParamsError("not_finite", key, value, bound)
     if not 0 <= value <= high:
         raise ParamsError("out_of_range", key, value, bound)
