@@ -10,12 +10,14 @@ Source: defaults marked [paper] are arXiv 2606.17081's, [dynamo] are Dynamo 1.4.
 import difflib
 import math
 import re
+from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
+import yaml
 
 from dynamo_poa.errors import ConfigError
-from dynamo_poa.values import MAX_OVERLAP_WEIGHT, MAX_ROUTER_TEMPERATURE, Mode
+from dynamo_poa.values import MAX_OVERLAP_WEIGHT, MAX_ROUTER_TEMPERATURE, Mode, Role
 
 T = TypeVar("T", bound="Section")
 
@@ -100,6 +102,14 @@ class CommonConfig(Section, frozen=True, kw_only=True):
         """Return the namespace the real workers live in, out of the frontend's sight."""
         return f"{self.namespace}-workers"
 
+    def worker_endpoint(self, role: Role) -> str:
+        """Return the Dynamo endpoint path of a pool's workers. Source: the engines' own defaults."""
+        return f"{self.worker_namespace}.{'prefill' if role is Role.PREFILL else 'backend'}.generate"
+
+    def router_endpoint(self, role: Role) -> str:
+        """Return the path at which the plugin serves a leg to the frontend."""
+        return f"{self.namespace}.{'prefill' if role is Role.PREFILL else 'backend'}.generate"
+
 
 class FrontendConfig(Section, frozen=True, kw_only=True):
     """Dynamo's own HTTP frontend, unmodified."""
@@ -118,7 +128,8 @@ class WorkerConfig(Section, frozen=True, kw_only=True):
     workers: Annotated[int, Knob("how many workers", low=1, high=1024)] = 1
     per_process: Annotated[int, Knob("mock workers in one process; real engines take 1", low=1, high=64)] = 1
     gpus: Annotated[
-        tuple[int, ...], Knob("GPUs to share out evenly, in order; empty leaves CUDA_VISIBLE_DEVICES alone", low=0)
+        tuple[int, ...],
+        Knob("GPUs to share out evenly, in order; empty leaves CUDA_VISIBLE_DEVICES alone", low=0),
     ] = ()
     args: Annotated[dict[str, Any], Knob("engine flags, without the dashes")] = {}
     env: Annotated[dict[str, str], Knob("environment of the engine's processes")] = {}
@@ -193,9 +204,23 @@ class RegimeConfig(Section, frozen=True, kw_only=True):
     ] = 0.7
     half_life_s: Annotated[float, Knob("of the moving average of TTFT P99", "s", above=0, high=600)] = 1.0
     confirm_s: Annotated[
-        float, Knob("the signal must stay over a threshold for so long", "s", low=0, high=600)
-    ] = 1.0
-    dwell_s: Annotated[float, Knob("least time between two changes", "s", low=0, high=3600)] = 3.0
+        float,
+        Knob(
+            "upwards the signal must stay over its threshold for so long; longer than window_s, in which one hiccup stays",
+            "s",
+            low=0,
+            high=600,
+        ),
+    ] = 4.0
+    dwell_s: Annotated[
+        float,
+        Knob(
+            "least time between two changes; longer than window_s, so that each is judged on requests routed under the last",
+            "s",
+            low=0,
+            high=3600,
+        ),
+    ] = 5.0
     min_samples: Annotated[
         int, Knob("fewer TTFT samples in the window are no signal", low=1, high=100_000)
     ] = 20
@@ -206,13 +231,14 @@ class RegimeConfig(Section, frozen=True, kw_only=True):
     release_frac: Annotated[
         float,
         Knob(
-            "stepping down asks for requests in flight, or arrivals, under this share of what they were on stepping up",
+            "stepping down asks for requests in flight (arrivals if unknown) under this share of those it was needed at",
             low=0.05,
             high=1,
         ),
     ] = 0.75
     probe_s: Annotated[
-        float, Knob("or for so long without relief; doubled after each relapse", "s", above=0, high=86_400)
+        float,
+        Knob("or that it was not needed for so long; doubled after each relapse", "s", above=0, high=86_400),
     ] = 300.0
     baseline_s: Annotated[
         float | None, Knob("a fixed baseline TTFT P99 instead of a learned one", "s", above=0, high=3600)
@@ -366,3 +392,24 @@ def _type_problem(error: msgspec.ValidationError, bare: Any) -> str:
     if isinstance(bare, type) and issubclass(bare, Mode):
         return "must be one of " + ", ".join(Mode)
     return str(error)[0].lower() + str(error)[1:]
+
+
+def load_sections(path: Path, wanted: dict[str, type[Section]]) -> dict[str, Any]:
+    """Read some sections of a YAML or JSON file; a section that is missing has its defaults.
+
+    Raises:  ConfigError listing every problem of every wanted section.
+    """
+    try:
+        raw = yaml.safe_load(path.read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError([f"{path}: cannot be read: {error}"]) from error
+    if not isinstance(raw, dict):
+        raise ConfigError([f"{path}: must be a mapping of sections"])
+    problems: list[str] = []
+    sections: dict[str, Any] = {}
+    for name, section in wanted.items():
+        sections[name], found = read_section(section, raw.get(name), name)
+        problems += found
+    if problems:
+        raise ConfigError(problems)
+    return sections

@@ -98,6 +98,7 @@ class RouterParams(msgspec.Struct, frozen=True, kw_only=True):
     router_temperature:  τ, in [0, MAX_ROUTER_TEMPERATURE]; 0 is greedy
     overlap_weight:      ω, in [0, MAX_OVERLAP_WEIGHT]; weight of cache overlap
     issued_at_s:         seconds since the epoch
+    baseline_s:          TTFT P99 the regime was judged against, so that a restarted controller judges alike
     lease_s:             a router that hears nothing for this long falls back to its static parameters
 
     Raises:  ParamsError, naming the key, the value and the bound.
@@ -111,6 +112,7 @@ class RouterParams(msgspec.Struct, frozen=True, kw_only=True):
     regime: Regime = Regime.BELOW
     issued_at_s: float = 0.0
     lease_s: float = 30.0
+    baseline_s: float | None = None
 
     def __post_init__(self) -> None:
         _require_number("router_temperature", self.router_temperature, MAX_ROUTER_TEMPERATURE)
