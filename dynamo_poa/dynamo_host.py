@@ -1,0 +1,284 @@
+"""Everything that is Dynamo's: choosing a worker, booking it, sending to it, being registered.
+
+Owns: the only imports of `dynamo` in this package; override keys per Dynamo version; the mapping of
+      Dynamo's plain exceptions to ours.
+Does not own: when to choose or retry (router.py), what parameters to use (params.py).
+Invariant: a KvRouter is never given an empty prompt (it dies of it) nor parameters that were not validated.
+Source: measured on ai-dynamo 1.4.2 and 1.6.1. The pattern is Dynamo's own for routers outside the
+        frontend (host: dynamo/global_router, dynamo/thunderagent_router).
+"""
+
+import asyncio
+import json
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable
+from types import TracebackType
+from typing import Any, Self
+
+import structlog
+from dynamo.llm import (
+    FpmEventSubscriber,
+    KvRouter,
+    KvRouterConfig,
+    ModelInput,
+    ModelRuntimeConfig,
+    ModelType,
+    WorkerType,
+    register_model,
+)
+from dynamo.runtime import DistributedRuntime
+
+from dynamo_poa.clock import Clock
+from dynamo_poa.config import CommonConfig, RouterConfig
+from dynamo_poa.errors import WireError, WorkerUnreachable
+from dynamo_poa.values import Candidate, Role, RouterParams, WorkerCard, WorkerKey
+from dynamo_poa.wire import card_from_mdc
+
+log = structlog.get_logger(__name__)
+
+# What the stock frontend presets on the decode leg; used where the request does not carry it.
+DECODE_OVERRIDE = {"overlap_score_credit": 0.0, "assume_kv_reuse": False, "track_prefill_tokens": False}
+
+# Plain `Exception`s whose text says that the worker could not be reached at all. Source: measured.
+_UNREACHABLE = ("Connection refused", "Connection reset", "CannotConnect", "Broken pipe", "not found in")
+
+
+def open_runtime() -> DistributedRuntime:
+    """Join Dynamo under the environment's discovery backend, request plane and event plane."""
+    return DistributedRuntime(
+        asyncio.get_running_loop(),
+        os.environ.get("DYN_DISCOVERY_BACKEND", "etcd"),
+        os.environ.get("DYN_REQUEST_PLANE", "tcp"),
+    )
+
+
+def router_override(
+    params: RouterParams, role: Role, overlap_key: str, preset: dict[str, Any] | None
+) -> dict[str, Any]:
+    """Express the parameters as KvRouter's per-request override.
+
+    On the decode leg Dynamo's own preset stays as it is and only τ is added: Dynamo ignores overlap there.
+
+    Args:     preset: `router_config_override` as the frontend sent it; None when it sent none.
+    Source:   measured: unknown keys are ignored in silence, so only keys that were seen to act are used.
+    """
+    if role is Role.DECODE:
+        return {**DECODE_OVERRIDE, **(preset or {}), "router_temperature": params.router_temperature}
+    return {
+        **(preset or {}),
+        "router_temperature": params.router_temperature,
+        overlap_key: params.overlap_weight,
+    }
+
+
+class WorkerDirectory:
+    """Which workers of some endpoints are alive, with their model cards; a live snapshot, read in O(1)."""
+
+    def __init__(self, runtime: DistributedRuntime, endpoints: dict[Role, str], clock: Clock) -> None:
+        self._runtime, self._endpoints, self._clock = runtime, endpoints, clock
+        self._cards: dict[int, WorkerCard] = {}
+        self._raw: dict[int, dict[str, Any]] = {}
+        self._refused: set[int] = set()
+        self._watches: list[tuple[Any, Any]] = []
+        self._task: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        """Begin watching discovery."""
+        for path in dict.fromkeys(self._endpoints.values()):
+            endpoint = self._runtime.endpoint(path)
+            cards = FpmEventSubscriber(endpoint)
+            cards.start_tracking()
+            self._watches.append((await endpoint.client(), cards))
+        self._task = asyncio.create_task(self._follow(), name="worker-directory")
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Stop watching."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        for _, cards in self._watches:
+            cards.shutdown()
+
+    def cards(self) -> list[WorkerCard]:
+        """Return the cards of the workers that discovery lists now."""
+        return list(self._cards.values())
+
+    def card(self, worker_id: int) -> WorkerCard | None:
+        """Return one worker's card, None when it is gone or not known yet."""
+        return self._cards.get(worker_id)
+
+    def raw_card(self, role: Role) -> dict[str, Any]:
+        """Return the model card of any one worker of a role as Dynamo wrote it, empty when there is none."""
+        return next((self._raw[w] for w, card in self._cards.items() if card.role is role), {})
+
+    def count(self, role: Role) -> int:
+        """Return how many workers of a role are alive."""
+        return sum(card.role is role for card in self._cards.values())
+
+    def refresh(self) -> None:
+        """Take over what discovery says now."""
+        alive: dict[int, WorkerCard] = {}
+        for client, cards in self._watches:
+            listed = set(client.instance_ids())
+            for worker, text in cards.get_model_cards().items():
+                worker_id = int(worker)
+                if worker_id in listed and (card := self._read(worker_id, text)):
+                    alive[worker_id] = card
+        self._cards = alive
+        self._raw = {worker_id: self._raw[worker_id] for worker_id in alive}
+
+    def _read(self, worker_id: int, text: str) -> WorkerCard | None:
+        known = self._cards.get(worker_id)
+        if known is not None or worker_id in self._refused:
+            return known
+        try:
+            raw = json.loads(text)
+            card = card_from_mdc(worker_id, raw)
+        except (ValueError, WireError) as error:
+            self._refused.add(worker_id)  # once is enough: a card does not change
+            log.warning("poa.card.refused", worker_id=str(worker_id), error=str(error))
+            return None
+        self._raw[worker_id] = raw
+        return card
+
+    async def _follow(self) -> None:
+        while True:
+            self.refresh()
+            await self._clock.sleep(0.25)
+
+
+class WorkerPool:
+    """Dynamo's own router over one pool of workers, and the way to reach them."""
+
+    def __init__(self, router: Any, client: Any, role: Role) -> None:
+        self._router, self._client, self._role = router, client, role
+
+    @classmethod
+    async def open(
+        cls, runtime: DistributedRuntime, role: Role, config: RouterConfig, common: CommonConfig
+    ) -> "WorkerPool":
+        """Create the KvRouter and the client of a role's worker endpoint."""
+        endpoint = runtime.endpoint(common.worker_endpoint(role))
+        settings = KvRouterConfig(
+            router_temperature=config.router_temperature,
+            # decode workers publish no KV events, and overlap does not count there
+            use_kv_events=role is not Role.DECODE,
+            router_replica_sync=config.replica_sync,
+        )
+        router = KvRouter(endpoint, common.block_size, settings)
+        return cls(router, await endpoint.client(), role)
+
+    async def candidates(self, token_ids: list[int]) -> tuple[Candidate, ...]:
+        """Return every worker's load as KvRouter sees it, and what this prompt would add.
+
+        Dynamo gives loads with the prompt included; the difference to the loads without it is the
+        prompt's uncached tokens. Both are asked for at once: the extra round trip is one.
+        """
+        without = self._router.get_potential_loads([])
+        with_prompt = self._router.get_potential_loads(token_ids)
+        now = {(load["worker_id"], load["dp_rank"]): load for load in await without}
+        found = []
+        for load in await with_prompt:
+            key = (load["worker_id"], load["dp_rank"])
+            before = now.get(key)
+            if before is None:
+                continue  # joined between the two answers
+            queued_tokens = before["potential_prefill_tokens"]
+            uncached_tokens = load["potential_prefill_tokens"] - queued_tokens
+            found.append(
+                Candidate(
+                    worker_id=key[0],
+                    dp_rank=key[1],
+                    uncached_tokens=0 if self._role is Role.DECODE else max(uncached_tokens, 0),
+                    queued_prefill_tokens=queued_tokens,
+                    decode_blocks=before["potential_decode_blocks"],
+                    active_requests=before["active_requests"],
+                )
+            )
+        return tuple(found)
+
+    async def book(self, token_ids: list[int], override: dict[str, Any], booking: str) -> WorkerKey:
+        """Let KvRouter choose a worker and count the request as its load, until `free(booking)`."""
+        worker_id, dp_rank, _ = await self._router.best_worker(token_ids, override, booking)
+        return WorkerKey(worker_id, dp_rank)
+
+    def prefilled(self, booking: str) -> None:
+        """Tell KvRouter that the first token is out. Does not wait."""
+        _let_run(self._router.mark_prefill_complete(booking))
+
+    def free(self, booking: str) -> None:
+        """End a booking. Does not wait; an unknown one is no error."""
+        _let_run(self._router.free(booking))
+
+    async def send(
+        self, request: dict[str, Any], worker: WorkerKey, context: Any
+    ) -> tuple[Any, AsyncIterator[Any]]:
+        """Send to one worker and wait for its first chunk.
+
+        Returns:  the first chunk and the stream of the rest.
+        Raises:   WorkerUnreachable when the connection failed before anything came.
+        """
+        routing = request.get("routing") or {}
+        request["routing"] = {**routing, "dp_rank": worker.dp_rank}
+        try:
+            stream = await self._client.direct(request, worker.worker_id, annotated=False, context=context)
+            return await anext(stream), stream
+        except StopAsyncIteration:
+            raise WorkerUnreachable(worker.worker_id, "the stream ended before its first chunk") from None
+        except Exception as error:  # Dynamo raises plain Exception: only its text tells what happened
+            if any(sign in str(error) for sign in _UNREACHABLE):
+                raise WorkerUnreachable(worker.worker_id, str(error)) from error
+            raise
+
+
+def _let_run(call: Awaitable[None]) -> None:
+    """Start one of Dynamo's calls without waiting; its failure means the booking was gone already."""
+    future = asyncio.ensure_future(call)
+    future.add_done_callback(lambda done: done.cancelled() or done.exception())
+
+
+Handler = Callable[[dict[str, Any], Any], AsyncIterator[Any]]
+
+_WORKER_TYPES = {
+    Role.PREFILL: (WorkerType.Prefill, ModelType.Prefill, [[WorkerType.Decode]]),
+    Role.DECODE: (WorkerType.Decode, ModelType.Chat | ModelType.Completions, [[WorkerType.Prefill]]),
+    Role.AGGREGATED: (WorkerType.Aggregated, ModelType.Chat | ModelType.Completions, None),
+}
+
+
+async def register(
+    endpoint: Any, role: Role, common: CommonConfig, card: dict[str, Any], *, bootstrap: bool
+) -> None:
+    """Announce the plugin's end of a leg to the frontend, with what the workers' own card says of them.
+
+    Args:     bootstrap: makes the frontend run both legs at once and send `bootstrap_info`; the address
+              given here is a placeholder that the handlers replace by the chosen worker's.
+    """
+    worker_type, model_type, needs = _WORKER_TYPES[role]
+    runtime = card.get("runtime_config") or {}
+    own = ModelRuntimeConfig()
+    for key in (
+        "total_kv_blocks",
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "tool_call_parser",
+        "reasoning_parser",
+    ):
+        if runtime.get(key) is not None:
+            setattr(own, key, runtime[key])
+    if bootstrap and role is Role.PREFILL:
+        own.set_disaggregated_endpoint("127.0.0.1", 1)
+    await register_model(
+        ModelInput.Tokens,
+        model_type,
+        endpoint,
+        common.model_path,
+        common.model_name,
+        worker_type=worker_type,
+        needs=needs,
+        kv_cache_block_size=common.block_size,
+        runtime_config=own,
+    )

@@ -1,0 +1,147 @@
+"""Decides where the decode leg of a request finds the prefill worker it takes its KV cache from.
+
+Owns: the meeting of both legs, by request id, in this process or over the bus.
+Does not own: choosing the workers (router.py).
+Invariant: a waiting decode leg is always woken: by an address, by the prefill leg's failure, or by the
+           time limit; notes nobody came for expire.
+Source: measured: with bootstrap hand-over both legs run at once, arrive up to 10 ms apart in either
+        order, and may reach different router replicas; `context.id()` is the same on both.
+"""
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import msgspec
+import structlog
+
+from dynamo_poa.errors import BusError, PoaError
+from dynamo_poa.wire import Handover, subject
+
+log = structlog.get_logger(__name__)
+
+KEEP = 20_000  # notes kept for decode legs that have not come yet; the oldest go first
+
+
+class HandoverFailed(PoaError):
+    """The prefill leg of this request failed: there is nothing to take over."""
+
+
+@dataclass(slots=True)
+class _Meeting:
+    note: Handover | None = None
+    version: int = 0
+    waiters: list["asyncio.Future[None]"] = field(default_factory=list)
+
+
+class Handovers:
+    """Announcements by request id, newest first to count."""
+
+    def __init__(self, publish: Callable[[Handover], None] | None = None) -> None:
+        """Create the table. `publish` tells other router processes; None when this is the only one."""
+        self._publish = publish
+        self._meetings: OrderedDict[str, _Meeting] = OrderedDict()
+
+    def announce(self, note: Handover) -> None:
+        """Say where the prefill leg went; a later note for the same request replaces the earlier."""
+        self.accept(note)
+        if self._publish is not None:
+            self._publish(note)
+
+    def accept(self, note: Handover) -> None:
+        """Take an announcement, ours or another router's. An empty host says that the prefill leg failed."""
+        meeting = self._meeting(note.request_id)
+        if meeting.version and meeting.note == (note if note.bootstrap_host else None):
+            return
+        meeting.note = note if note.bootstrap_host else None
+        meeting.version += 1
+        for waiter in meeting.waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+        meeting.waiters.clear()
+
+    def fail(self, request_id: str) -> None:
+        """Say that the prefill leg failed for good."""
+        self.announce(
+            Handover(request_id=request_id, worker_id=0, dp_rank=0, bootstrap_host="", bootstrap_port=0)
+        )
+
+    def forget(self, request_id: str) -> None:
+        """Drop what is known of a request whose decode leg is over."""
+        self._meetings.pop(request_id, None)
+
+    async def wait(self, request_id: str, *, after: int = 0) -> tuple[Handover, int]:
+        """Wait for a note newer than version `after`; return it with its version.
+
+        Raises:  HandoverFailed when the prefill leg failed. The caller sets the time limit.
+        """
+        meeting = self._meeting(request_id)
+        while meeting.version <= after:
+            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            meeting.waiters.append(waiter)
+            await waiter
+        if meeting.note is None:
+            raise HandoverFailed(request_id)
+        return meeting.note, meeting.version
+
+    def __len__(self) -> int:
+        """Return how many requests are known."""
+        return len(self._meetings)
+
+    def _meeting(self, request_id: str) -> _Meeting:
+        meeting = self._meetings.get(request_id)
+        if meeting is None:
+            meeting = self._meetings[request_id] = _Meeting()
+            while len(self._meetings) > KEEP:
+                self._meetings.popitem(last=False)
+        return meeting
+
+
+class Bus(Protocol):
+    """The part of the bus that is needed here."""
+
+    def subscribe(self, subject: str, handler: Callable[[str, bytes], None]) -> None:
+        """Have `handler` called for every message."""
+        ...
+
+    async def publish(self, subject: str, data: bytes) -> None:
+        """Send, or raise BusError."""
+        ...
+
+
+class HandoverChannel:
+    """Carries announcements between the router processes of one graph."""
+
+    def __init__(self, bus: Bus, namespace: str, router_id: str) -> None:
+        self._bus, self._prefix = bus, subject(namespace, "handover")
+        self._own = f"{self._prefix}.{router_id}"
+        self._decoder = msgspec.msgpack.Decoder(Handover)
+        self._sending: set[asyncio.Task[None]] = set()
+
+    def table(self) -> Handovers:
+        """Return a table that is fed by, and feeds, the other routers'."""
+        handovers = Handovers(self._publish)
+
+        def receive(name: str, data: bytes) -> None:
+            if name == self._own:
+                return
+            try:
+                handovers.accept(self._decoder.decode(data))
+            except (msgspec.DecodeError, msgspec.ValidationError) as error:
+                log.warning("poa.handover.refused", subject=name, error=str(error))
+
+        self._bus.subscribe(f"{self._prefix}.*", receive)
+        return handovers
+
+    def _publish(self, note: Handover) -> None:
+        task = asyncio.create_task(self._send(note), name="handover")
+        self._sending.add(task)
+        task.add_done_callback(self._sending.discard)
+
+    async def _send(self, note: Handover) -> None:
+        try:
+            await self._bus.publish(self._own, msgspec.msgpack.encode(note))
+        except BusError as error:
+            log.warning("poa.handover.unsent", request_id=note.request_id, error=str(error))

@@ -1,0 +1,136 @@
+"""Sends the router's decisions to the controller in batches, off the request path.
+
+Owns: the bounded queue of decision events, its batching, its drop count, the router's once-a-second status.
+Does not own: what is decided (router.py) or how it is used (decisions.py).
+Invariant: reporting never waits and never fails a request; what does not fit is dropped and counted.
+Source: Decision of the architecture's contracts.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from types import TracebackType
+from typing import Protocol, Self
+
+import msgspec
+import structlog
+
+from dynamo_poa.clock import Clock
+from dynamo_poa.errors import BusError
+from dynamo_poa.wire import DecisionBatch, DecisionEvent, subject
+
+log = structlog.get_logger(__name__)
+STATUS_S = 1.0  # an empty batch after so long says that the router lives and which parameters it uses
+
+
+class Publisher(Protocol):
+    """The part of the bus that is needed here."""
+
+    async def publish(self, subject: str, data: bytes) -> None:
+        """Send, or raise BusError."""
+        ...
+
+
+class RouterStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """What goes into every batch beside the events."""
+
+    in_flight: dict[str, int]
+    params_revision: int
+    params_source: str
+
+
+class DecisionReporter:
+    """A queue between the request path and the bus."""
+
+    def __init__(
+        self,
+        bus: Publisher,
+        namespace: str,
+        router_id: str,
+        status: Callable[[], RouterStatus],
+        *,
+        clock: Clock,
+        batch_s: float,
+        batch_size: int,
+        queue_size: int,
+    ) -> None:
+        self._bus, self._subject = bus, subject(namespace, "decisions")
+        self._router_id, self._status, self._clock = router_id, status, clock
+        self._batch_s, self._batch_size, self._queue_size = batch_s, batch_size, queue_size
+        self._events: deque[DecisionEvent] = deque()
+        self._wake = asyncio.Event()
+        self._sequence = 0
+        self._encoder = msgspec.msgpack.Encoder()
+        self._task: asyncio.Task[None] | None = None
+        self.dropped = 0
+        self.sent = 0
+        self.loop_lag_s = 0.0  # worst delay of the event loop in the last batch period
+
+    def add(self, event: DecisionEvent) -> None:
+        """Queue one event. Returns at once."""
+        if len(self._events) >= self._queue_size:
+            self._events.popleft()  # the newest say more of what is going on now
+            self.dropped += 1
+        self._events.append(event)
+        if len(self._events) == self._batch_size:
+            self._wake.set()
+
+    async def __aenter__(self) -> Self:
+        """Start sending."""
+        self._task = asyncio.create_task(self._send_on(), name="decision-reporter")
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Send what is left, then stop."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        await self._send_all()
+
+    async def _send_on(self) -> None:
+        last_sent_at_s = -STATUS_S
+        while True:
+            before_s = self._clock.monotonic_s()
+            await self._pause()
+            now_s = self._clock.monotonic_s()
+            self.loop_lag_s = max(0.0, now_s - before_s - self._batch_s)
+            if self._events or now_s - last_sent_at_s >= STATUS_S:
+                await self._send_all()
+                last_sent_at_s = now_s
+
+    async def _pause(self) -> None:
+        self._wake.clear()
+        pause = asyncio.ensure_future(self._clock.sleep(self._batch_s))
+        full = asyncio.ensure_future(self._wake.wait())
+        try:
+            await asyncio.wait({pause, full}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            pause.cancel()
+            full.cancel()
+
+    async def _send_all(self) -> None:
+        while True:
+            events = [self._events.popleft() for _ in range(min(len(self._events), self._batch_size))]
+            status = self._status()
+            batch = DecisionBatch(
+                router_id=self._router_id,
+                sequence=self._sequence,
+                sent_at_s=self._clock.wall_s(),
+                events=tuple(events),
+                dropped=self.dropped,
+                in_flight=status.in_flight,
+                params_revision=status.params_revision,
+                params_source=status.params_source,
+                loop_lag_s=self.loop_lag_s,
+            )
+            try:
+                await self._bus.publish(self._subject, self._encoder.encode(batch))
+            except BusError:
+                self._events.extendleft(reversed(events))  # keep them for when the bus is back
+                return
+            self._sequence += 1
+            self.sent += len(events)
+            if not self._events:
+                return

@@ -1,0 +1,347 @@
+"""Decides, for one leg of each request, which worker serves it, and passes the answer through.
+
+Owns: the request path: stamp the current parameters on Dynamo's own choice, book, send, retry once,
+      report, end the booking.
+Does not own: how Dynamo scores workers (KvRouter does), what the parameters should be (the controller).
+Invariant: a booking that was made ends on every way out: finished, cancelled, failed, client gone.
+           Per chunk nothing is done but passing it on.
+Source: dynamo-facts: a KvRouter keeps choosing a dead worker for the 7-9 s until discovery drops it,
+        more often than others, since failed requests free their load.
+"""
+
+import asyncio
+import sys
+from collections import Counter
+from collections.abc import AsyncIterator
+from typing import Any, Protocol
+
+import structlog
+
+from dynamo_poa.clock import Clock
+from dynamo_poa.config import RouterConfig
+from dynamo_poa.errors import PoaError, WorkerUnreachable
+from dynamo_poa.handover import HandoverFailed, Handovers
+from dynamo_poa.values import (
+    MAX_ROUTER_TEMPERATURE,
+    Candidate,
+    Outcome,
+    Role,
+    RouterParams,
+    WorkerCard,
+    WorkerKey,
+)
+from dynamo_poa.wire import Chosen, DecisionEvent, Ended, FirstToken, Handover
+
+log = structlog.get_logger(__name__)
+
+ATTEMPTS = 2  # the first and one retry
+PICKS = 32  # draws among all workers until one comes up that is not avoided
+HANDOVER_TIMEOUT_S = 10.0  # a decode leg waits so long for the address of its prefill worker
+
+
+class Pool(Protocol):
+    """Dynamo's router over one pool of workers: dynamo_host.WorkerPool, or a fake in tests."""
+
+    async def candidates(self, token_ids: list[int]) -> tuple[Candidate, ...]:
+        """Return every worker's load before this prompt, and its uncached tokens there."""
+        ...
+
+    async def book(self, token_ids: list[int], override: dict[str, Any], booking: str) -> WorkerKey:
+        """Choose a worker and count the request as its load."""
+        ...
+
+    def prefilled(self, booking: str) -> None:
+        """Tell that the first token is out."""
+        ...
+
+    def free(self, booking: str) -> None:
+        """End a booking."""
+        ...
+
+    async def send(
+        self, request: dict[str, Any], worker: WorkerKey, context: Any
+    ) -> tuple[Any, AsyncIterator[Any]]:
+        """Send and wait for the first chunk, or raise WorkerUnreachable."""
+        ...
+
+
+class Params(Protocol):
+    """Where the current parameters are read: params.ParamsHolder."""
+
+    current: RouterParams
+
+
+class Events(Protocol):
+    """Where decisions are reported: reporter.DecisionReporter."""
+
+    def add(self, event: DecisionEvent) -> None:
+        """Queue one event without waiting."""
+        ...
+
+
+class Directory(Protocol):
+    """Who is alive, by model card: dynamo_host.WorkerDirectory."""
+
+    def card(self, worker_id: int) -> WorkerCard | None:
+        """Return a worker's card, None when it is gone."""
+        ...
+
+
+class RequestRefused(PoaError):
+    """The request cannot be routed and no retry would help; the frontend turns it into an error."""
+
+
+class AvoidList:
+    """Workers that refused a connection, until discovery drops them or `avoid_s` is over."""
+
+    def __init__(self, avoid_s: float, directory: Directory, clock: Clock) -> None:
+        self._avoid_s, self._directory, self._clock = avoid_s, directory, clock
+        self._until_s: dict[int, float] = {}
+
+    def add(self, worker_id: int) -> None:
+        """Avoid a worker from now on."""
+        self._until_s[worker_id] = self._clock.monotonic_s() + self._avoid_s
+
+    def __contains__(self, worker_id: int) -> bool:
+        """Tell whether a worker is avoided now."""
+        if not self._until_s:
+            return False
+        until_s = self._until_s.get(worker_id)
+        if until_s is None:
+            return False
+        if until_s <= self._clock.monotonic_s() or self._directory.card(worker_id) is None:
+            del self._until_s[worker_id]
+            return False
+        return True
+
+
+class RouterStats:
+    """Counts of one router process, over all its legs."""
+
+    def __init__(self) -> None:
+        self.in_flight: Counter[str] = Counter()
+        self.ended: Counter[tuple[str, str]] = Counter()
+        self.retries: Counter[str] = Counter()
+
+
+class Leg:
+    """One leg of the requests: prefill, decode or aggregated."""
+
+    def __init__(
+        self,
+        role: Role,
+        pool: Pool,
+        *,
+        override: Any,  # (params, preset) -> KvRouter override
+        params: Params,
+        events: Events,
+        directory: Directory,
+        handovers: Handovers | None,  # None for sequential hand-over
+        avoid: AvoidList,
+        stats: RouterStats,
+        config: RouterConfig,
+        clock: Clock,
+    ) -> None:
+        self._role, self._pool, self._override = role, pool, override
+        self._params, self._events, self._directory = params, events, directory
+        self._handovers, self._avoid, self._stats = handovers, avoid, stats
+        self._record_candidates, self._clock = config.record_candidates, clock
+
+    async def generate(self, request: dict[str, Any], context: Any) -> AsyncIterator[Any]:
+        """Serve one leg of one request: Dynamo's endpoint handler (its second argument must be `context`)."""
+        trip = _Trip(self, request, context.id())
+        outcome = Outcome.FAILED  # what it is unless a line below says otherwise
+        try:
+            chunk, stream = await self._start(trip, context)
+            trip.first_token()
+            chunk.pop("routing_data", None)  # the frontend logs two errors per request over a second writer
+            yield chunk
+            async for chunk in stream:
+                yield chunk
+            outcome = Outcome.FAILED if _is_error(chunk) else Outcome.OK
+        except (GeneratorExit, asyncio.CancelledError):
+            outcome = Outcome.CANCELLED
+            raise
+        finally:
+            if outcome is Outcome.FAILED and context.is_stopped():
+                outcome = Outcome.CANCELLED
+            if outcome is Outcome.FAILED:
+                log.warning(
+                    "poa.request.failed",
+                    request_id=trip.request_id,
+                    role=self._role,
+                    error=str(sys.exception() or "the engine reported an error"),
+                )
+            trip.end(outcome)
+
+    async def _start(self, trip: "_Trip", context: Any) -> tuple[Any, AsyncIterator[Any]]:
+        """Choose and send; after a refused connection once more, on another worker."""
+        for attempt in range(1, ATTEMPTS + 1):
+            worker = await trip.choose(attempt)
+            try:
+                if trip.handover is None:
+                    return await self._pool.send(trip.request, worker, context)
+                if self._role is Role.PREFILL:
+                    self._announce(trip, worker)
+                    return await self._pool.send(trip.request, worker, context)
+                return await self._send_decode(trip, worker, context)
+            except WorkerUnreachable as unreachable:
+                trip.release()
+                self._avoid.add(unreachable.worker_id)
+                if attempt == ATTEMPTS:
+                    raise
+                self._stats.retries[self._role] += 1
+                log.warning(
+                    "poa.worker.unreachable",
+                    request_id=trip.request_id,
+                    role=self._role,
+                    worker_id=str(unreachable.worker_id),
+                    error=unreachable.detail,
+                )
+        raise AssertionError("unreachable")
+
+    def _announce(self, trip: "_Trip", worker: WorkerKey) -> None:
+        assert trip.handover is not None
+        card = self._directory.card(worker.worker_id)
+        if card is None or card.bootstrap_host is None or card.bootstrap_port is None:
+            raise WorkerUnreachable(worker.worker_id, "its card gives no bootstrap address")
+        note = Handover(
+            request_id=trip.request_id,
+            worker_id=worker.worker_id,
+            dp_rank=worker.dp_rank,
+            bootstrap_host=card.bootstrap_host,
+            bootstrap_port=card.bootstrap_port,
+        )
+        _address(trip.request, note)
+        trip.handover.announce(note)
+
+    async def _send_decode(
+        self, trip: "_Trip", worker: WorkerKey, context: Any
+    ) -> tuple[Any, AsyncIterator[Any]]:
+        """Wait for the prefill worker's address and send; start over when the prefill leg moves elsewhere."""
+        assert trip.handover is not None
+        version = 0
+        while True:
+            try:
+                async with asyncio.timeout(HANDOVER_TIMEOUT_S):
+                    note, version = await trip.handover.wait(trip.request_id, after=version)
+            except TimeoutError:
+                raise RequestRefused(
+                    f"no prefill worker was announced within {HANDOVER_TIMEOUT_S:g} s"
+                ) from None
+            _address(trip.request, note)
+            sent = asyncio.ensure_future(self._pool.send(trip.request, worker, context))
+            moved = asyncio.ensure_future(trip.handover.wait(trip.request_id, after=version))
+            try:
+                await asyncio.wait({sent, moved}, return_when=asyncio.FIRST_COMPLETED)
+                if sent.done():
+                    return sent.result()
+                moved.result()  # raises HandoverFailed when there is nothing left to wait for
+            finally:
+                sent.cancel()
+                moved.cancel()
+                moved.add_done_callback(lambda done: done.cancelled() or done.exception())
+
+
+class _Trip:
+    """One leg of one request: its booking and what has been reported of it."""
+
+    __slots__ = ("_booking", "_leg", "_received_at_s", "handover", "request", "request_id")
+
+    def __init__(self, leg: Leg, request: dict[str, Any], request_id: str) -> None:
+        self._leg, self.request, self.request_id = leg, request, request_id
+        self._received_at_s = leg._clock.wall_s()
+        self._booking: str | None = None
+        self.handover = leg._handovers if request.get("bootstrap_info") else None
+        leg._stats.in_flight[leg._role] += 1
+
+    async def choose(self, attempt: int) -> WorkerKey:
+        """Let Dynamo choose under the current parameters; book, and report the decision.
+
+        Raises:  RequestRefused for an empty prompt: KvRouter dies of one.
+        """
+        leg = self._leg
+        token_ids = self.request.get("token_ids")
+        if not token_ids:
+            raise RequestRefused("token_ids = []: must hold at least one token")
+        params = leg._params.current
+        override = leg._override(params, self.request.get("router_config_override"))
+        candidates = await leg._pool.candidates(token_ids) if leg._record_candidates else ()
+        worker = await self._book(token_ids, override, attempt)
+        leg._events.add(
+            Chosen(
+                request_id=self.request_id,
+                role=leg._role,
+                at_s=leg._clock.wall_s(),
+                received_at_s=self._received_at_s,
+                worker_id=worker.worker_id,
+                dp_rank=worker.dp_rank,
+                prompt_tokens=len(token_ids),
+                revision=params.revision,
+                attempt=attempt,
+                candidates=candidates,
+            )
+        )
+        return worker
+
+    async def _book(self, token_ids: list[int], override: dict[str, Any], attempt: int) -> WorkerKey:
+        """Book; where Dynamo picks a worker to be avoided, draw among all until another comes up.
+
+        KvRouter knows no exclusion, and the dead worker looks idlest to it, so the draw is uniform.
+        It ends when discovery has dropped the worker.
+        """
+        pool, avoid = self._leg._pool, self._leg._avoid
+        for pick in range(PICKS):
+            self._booking = f"{self.request_id}#{attempt}.{pick}" if attempt + pick > 1 else self.request_id
+            worker = await pool.book(token_ids, override, self._booking)
+            if worker.worker_id not in avoid:
+                return worker
+            if pick < PICKS - 1:
+                self.release()
+                override = {**override, "router_temperature": MAX_ROUTER_TEMPERATURE}
+        return worker  # every worker is avoided: better a refused connection than no answer
+
+    def first_token(self) -> None:
+        """Note that the first chunk came."""
+        leg = self._leg
+        if self._booking is not None:
+            leg._pool.prefilled(self._booking)
+        leg._events.add(FirstToken(request_id=self.request_id, role=leg._role, at_s=leg._clock.wall_s()))
+
+    def release(self) -> None:
+        """End the booking, if there is one."""
+        if self._booking is not None:
+            self._leg._pool.free(self._booking)
+            self._booking = None
+
+    def end(self, outcome: Outcome) -> None:
+        """End the booking and report how it went."""
+        leg = self._leg
+        self.release()
+        if self.handover is not None:
+            if leg._role is Role.DECODE:
+                self.handover.forget(self.request_id)
+            elif outcome is not Outcome.OK:
+                self.handover.fail(self.request_id)
+        leg._stats.in_flight[leg._role] -= 1
+        leg._stats.ended[leg._role, outcome] += 1
+        leg._events.add(
+            Ended(request_id=self.request_id, role=leg._role, at_s=leg._clock.wall_s(), outcome=outcome)
+        )
+
+
+def _address(request: dict[str, Any], note: Handover) -> None:
+    """Write the prefill worker's address where the engines look for it."""
+    request["bootstrap_info"] = {
+        **request["bootstrap_info"],
+        "bootstrap_host": note.bootstrap_host,
+        "bootstrap_port": note.bootstrap_port,
+    }
+
+
+def _is_error(chunk: Any) -> bool:
+    """Tell whether a stream's last chunk reports an engine error: `finish_reason` is then a mapping."""
+    return isinstance(chunk, dict) and isinstance(chunk.get("finish_reason"), dict)
+
+
+__all__ = ["AvoidList", "HandoverFailed", "Leg", "RequestRefused", "RouterStats"]

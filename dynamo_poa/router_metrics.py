@@ -1,0 +1,65 @@
+"""What a router process shows of itself on /metrics.
+
+Owns: metric names of the router; reading them at the moment of the scrape, so the request path pays nothing.
+Does not own: the HTTP server (telemetry.py) or the counts (router.py, reporter.py, params.py).
+"""
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from dynamo_poa.bus import Bus
+from dynamo_poa.params import ParamsHolder
+from dynamo_poa.reporter import DecisionReporter
+from dynamo_poa.router import RouterStats
+
+
+class RouterMetrics(Collector):
+    """Collects on demand; `registered` is what /health answers with."""
+
+    def __init__(
+        self, stats: RouterStats, holder: ParamsHolder, reporter: DecisionReporter, bus: Bus
+    ) -> None:
+        self._stats, self._holder, self._reporter, self._bus = stats, holder, reporter, bus
+        self.registered = False
+        self.registry = CollectorRegistry()
+        self.registry.register(self)
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield all families."""
+        current = self._holder.current
+        for name, value, doc in (
+            ("router_temperature", current.router_temperature, "τ requests are routed with now"),
+            ("overlap_weight", current.overlap_weight, "ω requests are routed with now"),
+            ("params_revision", current.revision, "revision of these parameters, 0 for the static ones"),
+            ("loop_lag_seconds", self._reporter.loop_lag_s, "delay of the event loop in the last period"),
+            ("bus_connected", float(self._bus.connected), "1 while NATS is connected"),
+            ("registered", float(self.registered), "1 while the frontend can see this router"),
+        ):
+            yield GaugeMetricFamily(f"poa_router_{name}", doc, value=value)
+        in_flight = GaugeMetricFamily(
+            "poa_router_in_flight_requests", "requests being served", labels=["role"]
+        )
+        for role, count in self._stats.in_flight.items():
+            in_flight.add_metric([role], count)
+        yield in_flight
+        ended = CounterMetricFamily("poa_router_requests", "requests that ended", labels=["role", "outcome"])
+        for (role, outcome), count in self._stats.ended.items():
+            ended.add_metric([role, outcome], count)
+        yield ended
+        retries = CounterMetricFamily("poa_router_retries", "sent to a second worker", labels=["role"])
+        for role, count in self._stats.retries.items():
+            retries.add_metric([role], count)
+        yield retries
+        refused = CounterMetricFamily("poa_router_params_refused", "refused records", labels=["reason"])
+        for reason, count in self._holder.refused.items():
+            refused.add_metric([reason], count)
+        yield refused
+        for name, count, doc in (
+            ("decision_events_sent", self._reporter.sent, "decision events sent to the controller"),
+            ("decision_events_dropped", self._reporter.dropped, "decision events lost to a full queue"),
+            ("bus_reconnects", self._bus.reconnects, "reconnects to NATS"),
+        ):
+            yield CounterMetricFamily(f"poa_router_{name}", doc, value=count)

@@ -1,0 +1,211 @@
+"""Decides the order in which one router process joins Dynamo, registers, drains and leaves.
+
+Owns: building the pieces of the process, registering once enough workers are there, draining on SIGTERM.
+Does not own: the request path (router.py) or where parameters come from (params.py).
+Source: Dynamo's convention for routers outside the frontend (host: dynamo/global_router). One runtime per
+        leg: measured, on a shared one both legs have the same address and one handler serves both.
+"""
+
+import asyncio
+import functools
+import os
+import signal
+from contextlib import AsyncExitStack
+from typing import Any
+
+import structlog
+
+from dynamo_poa import dynamo_host
+from dynamo_poa.bus import Bus
+from dynamo_poa.clock import Clock, SystemClock
+from dynamo_poa.config import CommonConfig, RouterConfig
+from dynamo_poa.dynamo_host import WorkerDirectory
+from dynamo_poa.errors import BusError
+from dynamo_poa.handover import HandoverChannel, Handovers
+from dynamo_poa.params import ParamsHolder, ParamsSubscriber
+from dynamo_poa.reporter import DecisionReporter, RouterStatus
+from dynamo_poa.router import AvoidList, Leg, RouterStats
+from dynamo_poa.router_metrics import RouterMetrics
+from dynamo_poa.telemetry import MetricsServer, configure_logging
+from dynamo_poa.values import ParamsKind, Role, RouterParams
+
+log = structlog.get_logger(__name__)
+BUS_WAIT_S = 5.0  # Dynamo itself needs NATS to start; a bus away for longer has its own trouble
+WAITING_SAID_S = 10.0
+
+
+class RouterProcess:
+    """The pieces of one router process and the order they come and go in."""
+
+    def __init__(self, common: CommonConfig, config: RouterConfig, replica: int) -> None:
+        self._common, self._config, self._replica = common, config, replica
+        self._roles = [Role(leg) for leg in config.legs]
+        self._router_id = f"router-{replica}-{os.getpid()}"
+        self._clock: Clock = SystemClock()
+        self._stop = asyncio.Event()
+
+    async def serve(self) -> None:
+        """Serve the configured legs until SIGTERM or SIGINT, then let running requests finish."""
+        common, config, clock = self._common, self._config, self._clock
+        configure_logging(common.log_level)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self._stop.set)
+        stats, holder = RouterStats(), ParamsHolder(_static(config), clock_s=clock.monotonic_s)
+        async with AsyncExitStack() as stack:
+            nats_url = os.environ.get("NATS_SERVER", common.nats_url)
+            bus = await stack.enter_async_context(Bus(nats_url, name=self._router_id, clock=clock))
+            reporter = DecisionReporter(
+                bus,
+                common.namespace,
+                self._router_id,
+                functools.partial(_status, stats, holder),
+                clock=clock,
+                batch_s=config.batch_s,
+                batch_size=config.batch_size,
+                queue_size=config.queue_size,
+            )
+            metrics = RouterMetrics(stats, holder, reporter, bus)
+            port = config.metrics_port and config.metrics_port + self._replica
+            await stack.enter_async_context(
+                MetricsServer(
+                    metrics.registry, port, lambda: metrics.registered, key="PoaRouter.metrics_port"
+                )
+            )
+            subscriber = ParamsSubscriber(bus, common.namespace, holder, clock)
+            await stack.enter_async_context(subscriber)
+            await stack.enter_async_context(reporter)
+            runtimes = {role: dynamo_host.open_runtime() for role in self._roles}
+            directory = await stack.enter_async_context(
+                dynamo_host.WorkerDirectory(
+                    runtimes[self._roles[0]], {role: common.worker_endpoint(role) for role in runtimes}, clock
+                )
+            )
+            if await self._workers_came(directory):
+                await self._first_params(bus, subscriber)
+                serving = await self._register(runtimes, directory, bus, holder, reporter, stats)
+                metrics.registered = True
+                await self._until_stopped(serving)
+                metrics.registered = False
+                await self._drain(runtimes, serving, stats)
+
+    async def _workers_came(self, directory: WorkerDirectory) -> bool:
+        """Wait until every leg has its workers: registered without them, each request would fail."""
+        needed = dict.fromkeys(self._roles, self._config.min_decode_workers)
+        if Role.PREFILL in needed:
+            needed[Role.PREFILL] = max(self._config.min_prefill_workers, 1)
+        said_at_s = self._clock.monotonic_s()
+        while any(directory.count(role) < count for role, count in needed.items()):
+            if self._stop.is_set():
+                return False
+            if self._clock.monotonic_s() - said_at_s >= WAITING_SAID_S:
+                said_at_s = self._clock.monotonic_s()
+                log.info(
+                    "poa.router.waiting",
+                    workers={role.value: directory.count(role) for role in needed},
+                    needed={role.value: count for role, count in needed.items()},
+                )
+            await self._clock.sleep(0.1)
+        return True
+
+    async def _first_params(self, bus: Bus, subscriber: ParamsSubscriber) -> None:
+        """Have the stored parameters before the first request, unless the bus is away."""
+        try:
+            await bus.wait_connected(BUS_WAIT_S)
+            await subscriber.wait_loaded(BUS_WAIT_S)
+        except BusError as error:
+            log.warning("poa.params.unavailable", error=str(error), using="static parameters")
+
+    def _handovers(self, directory: WorkerDirectory, bus: Bus) -> Handovers | None:
+        """Decide the hand-over: by configuration, or by whether prefill workers give a bootstrap address."""
+        if not {Role.PREFILL, Role.DECODE} <= set(self._roles):
+            return None
+        prefill = [card for card in directory.cards() if card.role is Role.PREFILL]
+        offered = any(card.bootstrap_port is not None for card in prefill)
+        if self._common.handover == "sequential" or (self._common.handover == "auto" and not offered):
+            return None
+        if self._config.replicas == 1:
+            return Handovers()
+        return HandoverChannel(bus, self._common.namespace, self._router_id).table()
+
+    async def _register(
+        self,
+        runtimes: dict[Role, Any],
+        directory: WorkerDirectory,
+        bus: Bus,
+        holder: ParamsHolder,
+        reporter: DecisionReporter,
+        stats: RouterStats,
+    ) -> list[asyncio.Future[None]]:
+        """Open Dynamo's router for each leg, serve it, and let the frontend know."""
+        common, config, clock = self._common, self._config, self._clock
+        handovers = self._handovers(directory, bus)
+        avoid = AvoidList(config.avoid_s, directory, clock)
+        serving: list[asyncio.Future[None]] = []
+        for role, runtime in runtimes.items():
+            leg = Leg(
+                role,
+                await dynamo_host.WorkerPool.open(runtime, role, config, common),
+                override=functools.partial(
+                    dynamo_host.router_override, role=role, overlap_key=config.overlap_key
+                ),
+                params=holder,
+                events=reporter,
+                directory=directory,
+                handovers=handovers,
+                avoid=avoid,
+                stats=stats,
+                config=config,
+                clock=clock,
+            )
+            endpoint = runtime.endpoint(common.router_endpoint(role))
+            serving.append(asyncio.ensure_future(endpoint.serve_endpoint(leg.generate)))
+            await dynamo_host.register(
+                endpoint, role, common, directory.raw_card(role), bootstrap=handovers is not None
+            )
+        log.info(
+            "poa.router.started",
+            router_id=self._router_id,
+            legs=list(config.legs),
+            handover="sequential" if handovers is None else "bootstrap",
+            workers={role.value: directory.count(role) for role in runtimes},
+            revision=holder.current.revision,
+        )
+        return serving
+
+    async def _until_stopped(self, serving: list[asyncio.Future[None]]) -> None:
+        """Wait for a signal, or for Dynamo to end one of the endpoints by itself."""
+        stopped = asyncio.ensure_future(self._stop.wait())
+        try:
+            await asyncio.wait({stopped, *serving}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            stopped.cancel()
+        if not self._stop.is_set():
+            log.error("poa.router.lost", reason="Dynamo ended an endpoint")
+
+    async def _drain(
+        self, runtimes: dict[Role, Any], serving: list[asyncio.Future[None]], stats: RouterStats
+    ) -> None:
+        """Leave discovery at once and let running requests finish for up to `drain_s`."""
+        log.info("poa.router.draining", in_flight=sum(stats.in_flight.values()))
+        for runtime in runtimes.values():
+            runtime.shutdown()
+        _, running = await asyncio.wait(serving, timeout=self._config.drain_s)
+        log.info("poa.router.stopped", cut_off=sum(stats.in_flight.values()), endpoints_open=len(running))
+
+
+def _static(config: RouterConfig) -> RouterParams:
+    return RouterParams(
+        revision=0,
+        router_temperature=config.router_temperature,
+        overlap_weight=config.overlap_weight,
+        kind=ParamsKind.STATIC,
+        reason="configured",
+    )
+
+
+def _status(stats: RouterStats, holder: ParamsHolder) -> RouterStatus:
+    return RouterStatus(
+        in_flight=dict(stats.in_flight),
+        params_revision=holder.current.revision,
+        params_source=holder.source,
+    )
