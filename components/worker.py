@@ -11,7 +11,7 @@ from components import mocker, sglang, trtllm, vllm
 from components.engine import Launch, WorkerProcess
 from dynamo_poa.config import WorkerConfig
 from dynamo_poa.serve.flags import flags, reserved_problems
-from dynamo_poa.serve.graph import COMPONENT_OF_ROLE, Component, Process, Registered, Site, Stage
+from dynamo_poa.serve.graph import Component, Process, Registered, Site, Stage
 from dynamo_poa.values import Role
 
 ENGINES: dict[str, ModuleType] = {"mocker": mocker, "vllm": vllm, "sglang": sglang, "trtllm": trtllm}
@@ -19,12 +19,12 @@ ENGINES: dict[str, ModuleType] = {"mocker": mocker, "vllm": vllm, "sglang": sgla
 
 def _pool(name: str, role: Role, label: str) -> Component:
     def processes(config: WorkerConfig, site: Site) -> list[Process]:
-        ready = Registered(site.worker_namespace(role), COMPONENT_OF_ROLE[role], config.workers)
+        ready = Registered(site.endpoint(role), config.workers)
         result = []
         for index, start in enumerate(range(0, config.workers, config.per_process)):
             worker = WorkerProcess(
                 role=role,
-                endpoint=site.endpoint(role),
+                endpoint=f"dyn://{site.endpoint(role)}",
                 model_path=site.common.model_path,
                 model_name=site.common.model_name,
                 block_size=site.common.block_size,

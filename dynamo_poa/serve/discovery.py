@@ -2,7 +2,7 @@
 
 Owns: reading the file backend's folder and etcd's HTTP gateway.
 Does not own: what to do with the number.
-Invariant: only the endpoint `generate` counts; a worker registers further endpoints of its own.
+Invariant: an endpoint is asked for by its whole path; a worker registers further endpoints of its own.
 Source: measured on Dynamo 1.4.2: one file per instance under `v1/instances`, named by its percent-encoded key
         `namespace/component/endpoint/id`; etcd holds the same keys.
 """
@@ -16,21 +16,22 @@ import aiohttp
 from dynamo_poa.errors import BusError
 
 
-def count_in_folder(folder: Path, namespace: str, component: str) -> int:
+def count_in_folder(folder: Path, endpoint: str) -> int:
     """Return the number of instances the file backend lists; 0 while the folder does not exist."""
+    wanted = endpoint.split(".")
     try:
         names = [entry.name for entry in (folder / "v1" / "instances").iterdir()]
     except FileNotFoundError:
         return 0
-    return sum(unquote(name).split("/")[:-1] == [namespace, component, "generate"] for name in names)
+    return sum(unquote(name).split("/")[:-1] == wanted for name in names)
 
 
-async def count_in_etcd(session: aiohttp.ClientSession, url: str, namespace: str, component: str) -> int:
+async def count_in_etcd(session: aiohttp.ClientSession, url: str, endpoint: str) -> int:
     """Return the number of instances etcd lists.
 
     Raises:  BusError when etcd does not answer as it should.
     """
-    prefix = f"v1/instances/{namespace}/{component}/generate/"
+    prefix = f"v1/instances/{endpoint.replace('.', '/')}/"
     end = prefix[:-1] + chr(ord(prefix[-1]) + 1)  # etcd's way to ask for a prefix
     request = {"key": _base64(prefix), "range_end": _base64(end), "count_only": True}
     try:

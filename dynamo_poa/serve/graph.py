@@ -23,8 +23,6 @@ from dynamo_poa.config import CommonConfig, Section
 from dynamo_poa.errors import ConfigError
 from dynamo_poa.values import Role
 
-COMPONENT_OF_ROLE = {Role.PREFILL: "prefill", Role.DECODE: "backend", Role.AGGREGATED: "backend"}
-
 
 class Stage(IntEnum):
     """When a process starts; stopping goes the other way."""
@@ -43,10 +41,9 @@ class NatsReady(msgspec.Struct, frozen=True):
 
 
 class Registered(msgspec.Struct, frozen=True):
-    """Ready when discovery lists so many instances of the endpoint `generate`."""
+    """Ready when discovery lists so many instances of the endpoint, `namespace.component.endpoint`."""
 
-    namespace: str
-    component: str
+    endpoint: str
     instances: int
 
 
@@ -100,13 +97,12 @@ class Site(msgspec.Struct, frozen=True, kw_only=True):
         """Return the command line that runs a module; `-P` keeps the current directory out of its imports."""
         return (sys.executable, "-P", "-m", module, *map(str, arguments))
 
-    def worker_namespace(self, role: Role) -> str:
-        """Return the namespace workers of this role live in."""
-        return self.common.namespace if role in self.exposed else self.common.worker_namespace
-
     def endpoint(self, role: Role) -> str:
-        """Return the endpoint address workers of this role serve."""
-        return f"dyn://{self.worker_namespace(role)}.{COMPONENT_OF_ROLE[role]}.generate"
+        """Return the endpoint workers of this role serve, `namespace.component.endpoint`."""
+        # exposed workers stand where the router would
+        return (
+            self.common.router_endpoint(role) if role in self.exposed else self.common.worker_endpoint(role)
+        )
 
 
 class Component:
@@ -193,7 +189,7 @@ def _import(name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise ConfigError([f"graph module {name!r} does not import: {error}"]) from error
-    except ImportError as error:
+    except (ImportError, SyntaxError) as error:
         raise ConfigError([f"graph module {name!r} does not import: {error}"]) from error
     path = Path.cwd().joinpath(*name.split(".")).with_suffix(".py")
     spec = importlib.util.spec_from_file_location(name, path) if path.is_file() else None

@@ -25,8 +25,11 @@ from dynamo_poa.config import CommonConfig, ControllerConfig, FrontendConfig, Ro
 from dynamo_poa.serve.graph import HttpOk, NatsReady, Process, Site, Stage
 from dynamo_poa.serve.resolve import Configuration
 
-# What people should not have to read: Dynamo warns of each key that is gone already when a process stops.
+# What people should not have to read: each key that is gone already when a process stops, models without
+# pictures, a name looked up on the hub.
 _QUIET_TARGETS = (
+    "mm_routing",
+    "dynamo_llm::entrypoint::input::endpoint",
     "dynamo_runtime::component::endpoint",
     "dynamo_runtime::transports::event_plane",
     "dynamo_runtime::storage::kv::file",
@@ -212,6 +215,7 @@ def _environment(
         "DYN_RUNTIME_INHIBITED_DURATION_SECS": "1",
         "DYN_LOG": environ.get("DYN_LOG") or ",".join(["warn", *(f"{t}=error" for t in _QUIET_TARGETS)]),
         "DYN_SDK_DISABLE_ANSI_LOGGING": "1",
+        "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
         "PYTHONUNBUFFERED": "1",
     }
     if isinstance(discovery, Path):

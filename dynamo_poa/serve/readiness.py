@@ -23,8 +23,8 @@ async def is_up(probe: Probe, session: aiohttp.ClientSession, discovery: Path | 
     match probe:
         case NatsReady(url):
             return await _nats_greets(url)
-        case Registered(namespace, component, instances):
-            return await _count(session, discovery, namespace, component) >= instances
+        case Registered(endpoint, instances):
+            return await _count(session, discovery, endpoint) >= instances
         case HttpOk(url):
             return await _get(session, url) is not None
         case ModelListed(url, model):
@@ -37,22 +37,20 @@ async def shortfall(probe: Probe, session: aiohttp.ClientSession, discovery: Pat
     match probe:
         case NatsReady(url):
             return f"no NATS server greets at {url}"
-        case Registered(namespace, component, instances):
-            count = await _count(session, discovery, namespace, component)
-            return f"{count} of {instances} instances of {namespace}.{component} registered"
+        case Registered(endpoint, instances):
+            count = await _count(session, discovery, endpoint)
+            return f"{count} of {instances} instances of {endpoint} registered"
         case HttpOk(url):
             return f"{url} does not answer 200"
         case ModelListed(url, model):
             return f"{url} does not list {model}"
 
 
-async def _count(
-    session: aiohttp.ClientSession, discovery: Path | str, namespace: str, component: str
-) -> int:
+async def _count(session: aiohttp.ClientSession, discovery: Path | str, endpoint: str) -> int:
     if isinstance(discovery, Path):
-        return count_in_folder(discovery, namespace, component)
+        return count_in_folder(discovery, endpoint)
     try:
-        return await count_in_etcd(session, discovery, namespace, component)
+        return await count_in_etcd(session, discovery, endpoint)
     except BusError:
         return 0
 

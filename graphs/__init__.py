@@ -1,0 +1,1 @@
+"""The shipped graphs: wiring that reads as a diagram, and a YAML file each."""
