@@ -23,7 +23,7 @@ UNKNOWN_CAPACITY_BLOCKS = 65_536  # where the card does not give it
 class CacheState(msgspec.Struct, frozen=True, kw_only=True):
     """What is known of a rank's cache. Counts are since the rank appeared.
 
-    resident_blocks:  distinct blocks in the device tier; None before the first event
+    resident_blocks:  distinct blocks in the device tier; None before the first event or clear
     lower_blocks:     the same for each other tier that holds any
     approximate:      events were missed: from before our time, in a gap, or because a bound was hit
     duplicates:       events taken before
@@ -73,8 +73,9 @@ class CacheMirror:
     def state(self) -> CacheState:
         """Return what is known now."""
         numbering = self._numbering
+        known = self._complete or self._publisher_id is not None
         return CacheState(
-            resident_blocks=None if self._publisher_id is None else len(self._tiers[Tier.DEVICE]),
+            resident_blocks=len(self._tiers[Tier.DEVICE]) if known else None,
             lower_blocks={
                 tier.value: len(held) for tier, held in self._tiers.items() if held and tier != Tier.DEVICE
             },
