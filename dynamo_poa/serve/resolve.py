@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import msgspec
 import yaml
 
+import graphs
 from dynamo_poa.config import CommonConfig, FrontendConfig, RouterConfig, Section, WorkerConfig, read_section
 from dynamo_poa.errors import ConfigError
 from dynamo_poa.serve.graph import Graph
@@ -66,13 +67,11 @@ def find_file(name: str) -> Path:
 
     Raises:  ConfigError when it is in neither place.
     """
-    import graphs  # here, because a graph package of the user's own may stand in its place
-
     given = Path(name)
     places = [given]
-    if graphs.__file__ and not given.is_absolute():
-        shipped = Path(graphs.__file__).parent
-        places += [shipped.parent / given, shipped / given]
+    if not given.is_absolute():
+        for shipped in map(Path, graphs.__path__):
+            places += [shipped.parent / given, shipped / given]
     for place in places:
         if place.is_file():
             return place.resolve()
