@@ -137,7 +137,7 @@ class Fleet:
         for worker_id in now.keys() - self._workers.keys():
             self._workers[worker_id] = _Worker(now[worker_id], at_s)
             for subject, data, said_at_s, wall_s in self._release(worker_id):
-                self._apply(decode_dynamo(subject, data), said_at_s, wall_s)
+                self._apply(decode_dynamo(subject, data), said_at_s, wall_s, held=True)
 
     def workers(self, at_s: float) -> list[WorkerState]:
         """Return each (worker_id, dp_rank) as known now, in order of their ids."""
@@ -149,11 +149,8 @@ class Fleet:
         ]
 
     def pools(self, at_s: float) -> dict[Role, PoolLoad]:
-        """Return the load of each role that has a worker; ranks count one by one."""
-        by_role: dict[Role, list[WorkerState]] = {}
-        for state in self.workers(at_s):
-            by_role.setdefault(state.card.role, []).append(state)
-        return {role: pool_load(role, states) for role, states in by_role.items()}
+        """Return the load of each role that has a worker."""
+        return pools_of(self.workers(at_s))
 
     def publishers(self, at_s: float) -> list[PublisherState]:
         """Return every publisher heard within the last stale_s."""
@@ -182,7 +179,7 @@ class Fleet:
         notices, self._notices = self._notices, []
         return notices
 
-    def _apply(self, message: DynamoMessage, at_s: float, wall_s: float) -> int | None:
+    def _apply(self, message: DynamoMessage, at_s: float, wall_s: float, held: bool = False) -> int | None:
         """Let a message change what it speaks of; return its worker's id when that has no card."""
         body = message.body
         if not body:
@@ -197,9 +194,10 @@ class Fleet:
         if publisher is None:
             self.dropped["too_many_publishers"] += 1
             return None
-        publisher.seen_at_s = at_s
+        publisher.seen_at_s = max(publisher.seen_at_s, at_s)
         publisher.skew_s = message.published_at_s - wall_s
-        if publisher.numbering.place(message.sequence) is Place.REPEATED:
+        # What was held is older than what its publisher has said of others since, and is no repeat for that.
+        if publisher.numbering.place(message.sequence) is Place.REPEATED and not held:
             self.dropped["repeated"] += 1
         elif isinstance(body, tuple):
             for event in body:
@@ -292,6 +290,14 @@ class Fleet:
         if reason not in self._noticed:
             self._noticed.add(reason)
             self._notices.append(Notice(reason, subject, detail))
+
+
+def pools_of(states: Iterable[WorkerState]) -> dict[Role, PoolLoad]:
+    """Sum the ranks of each role, each rank counting as one worker."""
+    by_role: dict[Role, list[WorkerState]] = {}
+    for state in states:
+        by_role.setdefault(state.card.role, []).append(state)
+    return {role: pool_load(role, of_role) for role, of_role in by_role.items()}
 
 
 def pool_load(role: Role, states: list[WorkerState]) -> PoolLoad:

@@ -199,9 +199,12 @@ class RankLoad:
 
     def _busy_frac(self, at_s: float) -> float | None:
         since_s = at_s - BUSY_WINDOW_S
-        recent = [(done_at_s, wall_time_s) for done_at_s, wall_time_s in self._passes if done_at_s >= since_s]
         window_s = at_s - max(since_s, self._first_pass_at_s)
-        if not recent or window_s <= 0:
+        if not self._passes or self._passes[-1][0] < since_s or window_s <= 0:
             return None
-        covered_s = sum(min(wall_time_s, done_at_s - since_s) for done_at_s, wall_time_s in recent)
+        covered_s = 0.0
+        for done_at_s, wall_time_s in reversed(self._passes):
+            if done_at_s < since_s:
+                break
+            covered_s += min(wall_time_s, done_at_s - since_s)
         return min(1.0, covered_s / window_s)  # receipt jitter can make passes overlap

@@ -297,6 +297,16 @@ def test_what_is_said_before_the_card_arrives_is_not_lost() -> None:
     assert fleet.take_notices(AT_S + PENDING_S + 1) == []
 
 
+def test_a_router_that_spoke_of_others_meanwhile_is_heard_all_the_same() -> None:
+    """Measured: one router publisher speaks of all workers, with or without a card."""
+    fleet, sender = fleet_of(card(W2))
+    sender.send("router", km(W1, 60, 500, None), AT_S)
+    sender.send("router", km(W2, 5, 0, None), AT_S + 1)
+    fleet.set_cards([card(W1), card(W2)], AT_S + 2)
+    assert one(fleet, AT_S + 2, W1).active_decode_blocks == 60
+    assert [p.age_s for p in fleet.publishers(AT_S + 2)] == [1.0]
+
+
 def test_without_a_card_nothing_is_kept_for_long() -> None:
     """Case E3, W9: an unknown worker gets no lasting state, and a person is told once."""
     fleet, sender = fleet_of()
