@@ -1,0 +1,121 @@
+"""Fakes of the router's seams: a pool with scripted workers, an event sink, a directory, a context."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from dynamo_poa.errors import WorkerUnreachable
+from dynamo_poa.values import Candidate, Role, WorkerCard, WorkerKey
+from dynamo_poa.wire import DecisionEvent
+
+A = 14370722098883561847  # above 2**63, and equal to B as a double
+B = 14370722098883561846
+
+
+class FakeContext:
+    """Dynamo's request context: an id and a stop flag."""
+
+    def __init__(self, request_id: str) -> None:
+        self._id = request_id
+        self.stopped = False
+
+    def id(self) -> str:
+        return self._id
+
+    def is_stopped(self) -> bool:
+        return self.stopped
+
+
+class FakePool:
+    """Picks the least booked worker at τ = 0 and round-robin at any other; remembers all that was asked."""
+
+    def __init__(self, workers: list[int], role: Role = Role.AGGREGATED) -> None:
+        self.workers, self.role = workers, role
+        self.booked: dict[str, WorkerKey] = {}
+        self.freed: list[str] = []
+        self.prefilled_ids: list[str] = []
+        self.overrides: list[dict[str, Any]] = []
+        self.sent: list[tuple[int, dict[str, Any]]] = []
+        self.unreachable: set[int] = set()
+        self.tokens = 3
+        self.gate: asyncio.Event | None = None
+        self.before_first: Callable[[], Any] | None = None
+        self.fail_after: int | None = None
+        self.last_chunk: dict[str, Any] = {"token_ids": [], "finish_reason": "length"}
+        self._turn = 0
+
+    async def candidates(self, token_ids: list[int]) -> tuple[Candidate, ...]:
+        return tuple(Candidate(w, 0, len(token_ids), 0, 0, 0) for w in self.workers)
+
+    async def book(self, token_ids: list[int], override: dict[str, Any], booking: str) -> WorkerKey:
+        assert token_ids, "KvRouter dies of an empty token list"
+        assert booking not in self.booked, "a booking id is used once"
+        self.overrides.append(override)
+        self._turn += 1
+        held = [key.worker_id for name, key in self.booked.items() if name not in self.freed]
+        worker = (
+            min(self.workers, key=held.count)
+            if override.get("router_temperature") == 0
+            else self.workers[self._turn % len(self.workers)]
+        )
+        self.booked[booking] = WorkerKey(worker, 0)
+        return self.booked[booking]
+
+    def prefilled(self, booking: str) -> None:
+        self.prefilled_ids.append(booking)
+
+    def free(self, booking: str) -> None:
+        self.freed.append(booking)
+
+    async def send(
+        self, request: dict[str, Any], worker: WorkerKey, context: Any
+    ) -> tuple[Any, AsyncIterator[Any]]:
+        self.sent.append((worker.worker_id, {**request}))
+        if worker.worker_id in self.unreachable:
+            raise WorkerUnreachable(worker.worker_id, "Connection refused (os error 111)")
+        if self.before_first is not None:
+            await self.before_first()
+        return {"token_ids": [1000], "routing_data": {"worker_id": {}}}, self._rest()
+
+    async def _rest(self) -> AsyncIterator[Any]:
+        for number in range(1, self.tokens):
+            if self.gate is not None:
+                await self.gate.wait()
+            if self.fail_after == number:
+                raise RuntimeError("engine gone")
+            yield {"token_ids": [1000 + number]}
+        yield self.last_chunk
+
+    def open_bookings(self) -> list[str]:
+        """Return the bookings that were never ended."""
+        return [booking for booking in self.booked if booking not in self.freed]
+
+
+class EventList(list[DecisionEvent]):
+    """An event sink that keeps everything."""
+
+    def add(self, event: DecisionEvent) -> None:
+        self.append(event)
+
+
+class FakeDirectory:
+    """Cards by worker id."""
+
+    def __init__(self, *cards: WorkerCard) -> None:
+        self._cards = {card.worker_id: card for card in cards}
+
+    def card(self, worker_id: int) -> WorkerCard | None:
+        return self._cards.get(worker_id)
+
+    def drop(self, worker_id: int) -> None:
+        del self._cards[worker_id]
+
+
+def prefill_card(worker_id: int, port: int) -> WorkerCard:
+    return WorkerCard(
+        worker_id=worker_id,
+        role=Role.PREFILL,
+        kv_block_size=16,
+        bootstrap_host="127.0.0.1",
+        bootstrap_port=port,
+    )

@@ -1,0 +1,91 @@
+"""Where the two legs of a request meet."""
+
+import asyncio
+
+import msgspec
+import pytest
+
+from dynamo_poa.errors import BusError
+from dynamo_poa.handover import KEEP, HandoverChannel, HandoverFailed, Handovers
+from dynamo_poa.wire import Handover
+
+
+def note(request_id: str = "r", worker_id: int = 1, port: int = 7001) -> Handover:
+    return Handover(
+        request_id=request_id, worker_id=worker_id, dp_rank=0, bootstrap_host="127.0.0.1", bootstrap_port=port
+    )
+
+
+async def test_a_note_is_kept_for_a_decode_leg_that_comes_later() -> None:
+    """Either leg may be first. Source: measured."""
+    handovers = Handovers()
+    handovers.announce(note())
+    assert await handovers.wait("r") == (note(), 1)
+
+
+async def test_a_later_note_replaces_the_earlier_and_a_repeat_changes_nothing() -> None:
+    """Versions count only news: a repeat must not send the decode leg again."""
+    handovers = Handovers()
+    handovers.announce(note())
+    handovers.accept(note())
+    assert (await handovers.wait("r"))[1] == 1
+    handovers.announce(note(worker_id=2, port=7002))
+    assert await handovers.wait("r", after=1) == (note(worker_id=2, port=7002), 2)
+
+
+async def test_a_failure_wakes_the_waiting_leg() -> None:
+    """A waiting decode leg is always woken."""
+    handovers = Handovers()
+    waiting = asyncio.ensure_future(handovers.wait("r"))
+    await asyncio.sleep(0)
+    handovers.fail("r")
+    with pytest.raises(HandoverFailed):
+        await waiting
+
+
+async def test_notes_nobody_comes_for_are_bounded() -> None:
+    """With several routers most notes belong to another's decode leg."""
+    handovers = Handovers()
+    for number in range(KEEP + 10):
+        handovers.accept(note(str(number)))
+    assert len(handovers) == KEEP
+
+
+class Wire:
+    """Two routers' view of one bus."""
+
+    def __init__(self) -> None:
+        self.handlers: list[tuple[str, object]] = []
+        self.up = True
+
+    def subscribe(self, subject: str, handler: object) -> None:
+        self.handlers.append((subject, handler))
+
+    async def publish(self, subject: str, data: bytes) -> None:
+        if not self.up:
+            raise BusError("away")
+        for _, handler in self.handlers:
+            handler(subject, data)  # type: ignore[operator]
+
+
+async def test_the_legs_meet_across_router_processes() -> None:
+    """The frontend spreads each leg over the replicas independently."""
+    wire = Wire()
+    first = HandoverChannel(wire, "poa", "router-0").table()
+    second = HandoverChannel(wire, "poa", "router-1").table()
+    waiting = asyncio.ensure_future(second.wait("r"))
+    first.announce(note())
+    assert await asyncio.wait_for(waiting, 1.0) == (note(), 1)
+    assert (await first.wait("r"))[1] == 1  # its own echo is no news
+
+
+async def test_garbage_and_a_dead_bus_harm_nobody() -> None:
+    """Undecodable notes are dropped; an unsent note leaves the local leg served."""
+    wire = Wire()
+    table = HandoverChannel(wire, "poa", "router-0").table()
+    await wire.publish("poa.poa.handover.router-9", b"\xc1")
+    await wire.publish("poa.poa.handover.router-9", msgspec.msgpack.encode({"request_id": 1}))
+    wire.up = False
+    table.announce(note())
+    await asyncio.sleep(0)
+    assert await table.wait("r") == (note(), 1)

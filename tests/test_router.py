@@ -1,0 +1,275 @@
+"""The request path: every way in, every way out."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from dynamo_poa.clock import ManualClock
+from dynamo_poa.config import RouterConfig
+from dynamo_poa.errors import WorkerUnreachable
+from dynamo_poa.handover import HandoverFailed, Handovers
+from dynamo_poa.router import AvoidList, Leg, RequestRefused, RouterStats
+from dynamo_poa.values import MAX_ROUTER_TEMPERATURE, Outcome, Role, RouterParams
+from dynamo_poa.wire import Chosen, Ended, FirstToken
+from fakes import A, B, EventList, FakeContext, FakeDirectory, FakePool, prefill_card
+
+
+class Holder:
+    def __init__(self) -> None:
+        self.current = RouterParams(revision=7, router_temperature=0.0, overlap_weight=1.0)
+
+
+class Bench:
+    """One leg on fakes."""
+
+    def __init__(self, role: Role = Role.AGGREGATED, handovers: Handovers | None = None) -> None:
+        self.clock = ManualClock()
+        self.pool = FakePool([A, B], role)
+        self.holder = Holder()
+        self.events = EventList()
+        self.directory = FakeDirectory(prefill_card(A, 7001), prefill_card(B, 7002))
+        self.stats = RouterStats()
+        self.avoid = AvoidList(15.0, self.directory, self.clock)
+        self.leg = Leg(
+            role,
+            self.pool,
+            override=lambda params, preset: {
+                **(preset or {}),
+                "router_temperature": params.router_temperature,
+                "revision": params.revision,
+            },
+            params=self.holder,
+            events=self.events,
+            directory=self.directory,
+            handovers=handovers,
+            avoid=self.avoid,
+            stats=self.stats,
+            config=RouterConfig(),
+            clock=self.clock,
+        )
+
+    def generate(self, request_id: str = "r1", **request: Any) -> Any:
+        return self.leg.generate({"token_ids": [1, 2, 3], **request}, FakeContext(request_id))
+
+    def outcome(self) -> Outcome:
+        ended = [event for event in self.events if isinstance(event, Ended)]
+        assert len(ended) == 1
+        return ended[0].outcome
+
+
+async def test_a_request_is_booked_streamed_reported_and_freed() -> None:
+    """One Chosen, one FirstToken, one Ended; the booking is over. Source: Decision contract."""
+    bench = Bench()
+    chunks = [chunk async for chunk in bench.generate()]
+    assert [chunk["token_ids"] for chunk in chunks] == [[1000], [1001], [1002], []]
+    chosen, first, ended = bench.events
+    assert isinstance(chosen, Chosen)
+    assert (chosen.worker_id, chosen.revision, chosen.prompt_tokens, chosen.attempt) == (A, 7, 3, 1)
+    assert [c.worker_id for c in chosen.candidates] == [A, B]
+    assert isinstance(first, FirstToken)
+    assert isinstance(ended, Ended)
+    assert ended.outcome is Outcome.OK
+    assert bench.pool.prefilled_ids == ["r1"]
+    assert bench.pool.open_bookings() == []
+    assert bench.stats.in_flight[Role.AGGREGATED] == 0
+
+
+async def test_routing_data_never_reaches_the_frontend() -> None:
+    """The frontend logs two errors per request over a second writer. Source: measured."""
+    chunks = [chunk async for chunk in Bench().generate()]
+    assert all("routing_data" not in chunk for chunk in chunks)
+
+
+async def test_each_request_uses_the_parameters_current_when_it_is_chosen() -> None:
+    """A swap between two requests acts on the second, without a restart."""
+    bench = Bench()
+    async for _ in bench.generate("r1"):
+        pass
+    bench.holder.current = RouterParams(revision=8, router_temperature=0.7, overlap_weight=1.0)
+    async for _ in bench.generate("r2"):
+        pass
+    assert [(o["router_temperature"], o["revision"]) for o in bench.pool.overrides] == [(0.0, 7), (0.7, 8)]
+
+
+async def test_an_empty_prompt_never_reaches_the_kv_router() -> None:
+    """KvRouter dies of an empty token list for good. Source: measured."""
+    bench = Bench()
+    with pytest.raises(RequestRefused, match=r"token_ids = \[\]"):
+        await anext(bench.generate(token_ids=[]))
+    assert bench.pool.overrides == []
+    assert bench.outcome() is Outcome.FAILED
+
+
+async def test_a_refused_connection_costs_one_retry_on_another_worker() -> None:
+    """The dead worker is avoided from then on, and both bookings end."""
+    bench = Bench()
+    bench.pool.unreachable = {A}
+    chunks = [chunk async for chunk in bench.generate()]
+    assert len(chunks) == 4
+    assert [worker for worker, _ in bench.pool.sent] == [A, B]
+    assert bench.pool.open_bookings() == []
+    assert bench.stats.retries[Role.AGGREGATED] == 1
+    async for _ in bench.generate("r2"):
+        pass
+    assert bench.pool.sent[-1][0] == B
+
+
+async def test_an_avoided_worker_is_drawn_around_uniformly() -> None:
+    """KvRouter has no exclusion and thinks the corpse idlest, so draws are uniform until another comes."""
+    bench = Bench()
+    bench.avoid.add(A)
+    async for _ in bench.generate():
+        pass
+    assert bench.pool.overrides[0]["router_temperature"] == 0.0
+    assert {o["router_temperature"] for o in bench.pool.overrides[1:]} == {MAX_ROUTER_TEMPERATURE}
+    assert [worker for worker, _ in bench.pool.sent] == [B]
+    assert bench.pool.open_bookings() == []
+
+
+async def test_two_refused_connections_fail_the_request_and_free_everything() -> None:
+    """One retry, not more: the client hears of it."""
+    bench = Bench()
+    bench.pool.unreachable = {A, B}
+    with pytest.raises(WorkerUnreachable):
+        await anext(bench.generate())
+    assert len(bench.pool.sent) == 2
+    assert bench.pool.open_bookings() == []
+    assert bench.outcome() is Outcome.FAILED
+
+
+async def test_avoiding_ends_with_discovery_or_with_time() -> None:
+    """A worker is avoided until discovery drops it, or `avoid_s`."""
+    bench = Bench()
+    bench.avoid.add(A)
+    bench.avoid.add(B)
+    assert A in bench.avoid
+    bench.directory.drop(A)
+    assert A not in bench.avoid
+    await bench.clock.advance(15.0)
+    assert B not in bench.avoid
+
+
+async def test_a_client_that_leaves_ends_the_booking() -> None:
+    """Dynamo closes the generator: cancelled, not failed."""
+    bench = Bench()
+    stream = bench.generate()
+    await anext(stream)
+    await stream.aclose()
+    assert bench.outcome() is Outcome.CANCELLED
+    assert bench.pool.open_bookings() == []
+
+
+async def test_a_cancelled_task_ends_the_booking() -> None:
+    """Cancellation before the first token counts as cancelled."""
+    bench = Bench()
+    bench.pool.before_first = asyncio.Event().wait
+    task = asyncio.ensure_future(anext(bench.generate()))
+    await asyncio.sleep(0.01)
+    assert bench.pool.open_bookings() == ["r1"]
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert bench.outcome() is Outcome.CANCELLED
+    assert bench.pool.open_bookings() == []
+
+
+async def test_an_engine_that_dies_mid_stream_fails_the_request() -> None:
+    """No retry after the first chunk: tokens are out already."""
+    bench = Bench()
+    bench.pool.fail_after = 1
+    with pytest.raises(RuntimeError, match="engine gone"):
+        async for _ in bench.generate():
+            pass
+    assert bench.outcome() is Outcome.FAILED
+    assert bench.pool.open_bookings() == []
+    assert len(bench.pool.sent) == 1
+
+
+async def test_an_error_reported_in_the_last_chunk_is_a_failure() -> None:
+    """Engine errors can be a chunk: finish_reason {"error": ...}. Source: measured."""
+    bench = Bench()
+    bench.pool.last_chunk = {"token_ids": [], "finish_reason": {"error": "out of memory"}}
+    async for _ in bench.generate():
+        pass
+    assert bench.outcome() is Outcome.FAILED
+
+
+BOOTSTRAP = {
+    "bootstrap_host": "127.0.0.1",
+    "bootstrap_port": 1,
+    "bootstrap_room": 42,
+    "handoff_id": b"\x00" * 16,
+}
+
+
+async def test_both_legs_meet_at_the_prefill_worker_that_was_chosen() -> None:
+    """The placeholder address is replaced on both legs; room and binary id stay as they were."""
+    handovers = Handovers()
+    prefill, decode = Bench(Role.PREFILL, handovers), Bench(Role.DECODE, handovers)
+
+    async def run(bench: Bench) -> None:
+        async for _ in bench.generate(bootstrap_info={**BOOTSTRAP}):
+            pass
+
+    await asyncio.gather(run(decode), run(prefill))
+    expected = {**BOOTSTRAP, "bootstrap_port": 7001}
+    assert prefill.pool.sent[0][1]["bootstrap_info"] == expected
+    assert decode.pool.sent[0][1]["bootstrap_info"] == expected
+    assert len(handovers) == 0
+
+
+async def test_a_prefill_retry_moves_the_decode_leg_along() -> None:
+    """The first prefill worker refused after its address was announced: decode is sent again."""
+    handovers = Handovers()
+    prefill, decode = Bench(Role.PREFILL, handovers), Bench(Role.DECODE, handovers)
+    met = asyncio.Event()
+
+    async def rendezvous() -> None:
+        if decode.pool.sent[-1][1]["bootstrap_info"]["bootstrap_port"] == 7001:
+            met.set()
+            await asyncio.Event().wait()  # the engine waits for a prefill worker that never comes
+
+    decode.pool.before_first = rendezvous
+    stream = decode.generate(bootstrap_info={**BOOTSTRAP})
+    first = asyncio.ensure_future(anext(stream))
+    original = prefill.pool.send
+
+    async def refuse_first(request: Any, worker: Any, context: Any) -> Any:
+        if worker.worker_id == A:
+            await met.wait()
+            raise WorkerUnreachable(A, "Connection refused")
+        return await original(request, worker, context)
+
+    prefill.pool.send = refuse_first  # type: ignore[method-assign]
+    async for _ in prefill.generate(bootstrap_info={**BOOTSTRAP}):
+        pass
+    assert (await first)["token_ids"] == [1000]
+    ports = [request["bootstrap_info"]["bootstrap_port"] for _, request in decode.pool.sent]
+    assert ports == [7001, 7002]
+    async for _ in stream:
+        pass
+    assert decode.pool.open_bookings() == []
+
+
+async def test_a_failed_prefill_leg_fails_the_decode_leg_at_once() -> None:
+    """Otherwise it would wait half a minute for a rendezvous that cannot come."""
+    handovers = Handovers()
+    prefill, decode = Bench(Role.PREFILL, handovers), Bench(Role.DECODE, handovers)
+    prefill.pool.unreachable = {A, B}
+    waiting = asyncio.ensure_future(anext(decode.generate(bootstrap_info={**BOOTSTRAP})))
+    with pytest.raises(WorkerUnreachable):
+        await anext(prefill.generate(bootstrap_info={**BOOTSTRAP}))
+    with pytest.raises(HandoverFailed):
+        await asyncio.wait_for(waiting, 1.0)
+    assert decode.outcome() is Outcome.FAILED
+    assert decode.pool.open_bookings() == []
+
+
+async def test_the_decode_leg_keeps_dynamos_preset() -> None:
+    """Dynamo's own decode override stays; only τ is ours."""
+    bench = Bench(Role.DECODE)
+    preset = {"overlap_score_credit": 0.0, "assume_kv_reuse": False}
+    async for _ in bench.generate(router_config_override=preset):
+        pass
+    assert bench.pool.overrides[0] == {**preset, "router_temperature": 0.0, "revision": 7}
