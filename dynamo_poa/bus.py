@@ -76,7 +76,9 @@ class Bus:
     last_error:      the latest of any kind, in words
     """
 
-    def __init__(self, url: str, *, name: str, clock: Clock) -> None:
+    def __init__(
+        self, url: str, *, name: str, clock: Clock, ping_interval_s: float = PING_INTERVAL_S
+    ) -> None:
         self.url = _without_password(url)
         self.reconnects = 0
         self.dropped = 0
@@ -85,6 +87,7 @@ class Bus:
         self._servers = url
         self._name = name
         self._clock = clock
+        self._ping_interval_s = ping_interval_s
         self._interests: list[_Interest] = []
         self._on_connect: list[Callable[[], None]] = []
         self._client: Any = None  # the connected one, None otherwise
@@ -263,7 +266,7 @@ class Bus:
                 for callback in self._on_connect:
                     self._call_back(callback)
                 await self._watch(client)
-            except CLIENT_ERRORS as error:
+            except Exception as error:  # whatever nats-py comes up with: to end here is to be deaf for good
                 self.last_error = repr(error)
             finally:
                 was_connected, self._client = self._client is not None, None
@@ -321,13 +324,13 @@ class Bus:
             if installed < len(self._interests):
                 installed = await self._install(client, installed)
             try:
-                async with asyncio.timeout(PING_INTERVAL_S):
+                async with asyncio.timeout(self._ping_interval_s):
                     await self._changed.wait()
                 continue
             except TimeoutError:
                 pass
             try:
-                await client.flush(timeout=PING_INTERVAL_S)
+                await client.flush(timeout=self._ping_interval_s)
                 unanswered = 0
             except nats.errors.FlushTimeoutError as error:
                 unanswered += 1

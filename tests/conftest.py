@@ -1,0 +1,14 @@
+"""Fixtures shared by the tests."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from nats_server import NatsServer
+
+
+@pytest.fixture
+def nats_server(tmp_path: Path) -> Iterator[NatsServer]:
+    """A running server with JetStream, on a port and store of its own."""
+    with NatsServer(tmp_path / "nats") as server:
+        yield server
