@@ -70,10 +70,10 @@ def serve(
     ] = START_TIMEOUT_S,
 ) -> None:
     """Serve a graph: NATS, workers, router, controller, frontend. Further options: --Component.key=value."""
-    overrides = _join_values(context.args)
+    target, overrides = _sort_out([graph, *context.args])
     if adaptive is not None:
         overrides.append(f"PoaController.mode={'active' if adaptive else 'off'}")
-    plan = make_plan(graph, file, overrides, check=not dry_run)
+    plan = make_plan(target, file, overrides, check=not dry_run)
     if dry_run:
         sys.stdout.write(plan.text())
         return
@@ -105,15 +105,22 @@ async def _serve(plan: Plan, start_timeout_s: float) -> None:
     console.line("serve", "stopped")
 
 
-def _join_values(arguments: Sequence[str]) -> list[str]:
-    """Read `--Component.key value` as `--Component.key=value`, as Dynamo's SDK did."""
+def _sort_out(words: Sequence[str]) -> tuple[str, list[str]]:
+    """Tell the graph from the overrides, in whatever order they were typed.
+
+    `--Component.key value` reads as `--Component.key=value`, as in Dynamo's SDK.
+    """
     joined: list[str] = []
-    for argument in arguments:
-        if joined and joined[-1].startswith("--") and "=" not in joined[-1] and "=" not in argument:
-            joined[-1] += f"={argument}"
+    for word in words:
+        if joined and joined[-1].startswith("--") and "=" not in joined[-1] and "=" not in word:
+            joined[-1] += f"={word}"
         else:
-            joined.append(argument)
-    return joined
+            joined.append(word)
+    targets = [word for word in joined if not word.startswith("-") and "=" not in word]
+    if not targets:
+        raise ConfigError(["no graph given: must be module:Component, such as graphs.disagg_poa:Frontend"])
+    joined.remove(targets[0])
+    return targets[0], joined
 
 
 def _show_version(wanted: bool) -> None:

@@ -109,11 +109,16 @@ class FreePorts:
 
 
 def port_is_free(port: int, host: str = "127.0.0.1") -> bool:
-    """Tell whether a server could listen there now."""
+    """Tell whether a server could listen there now.
+
+    Raises:  socket.gaierror when the host is no address of any machine.
+    """
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
+        except socket.gaierror:
+            raise
         except OSError:
             return False
     return True
