@@ -36,6 +36,8 @@ TICK_FAILED = "poa.tick.failed"
 REGIME_CHANGED = "poa.regime.changed"
 PARAMS_APPLIED = "poa.params.applied"
 PARAMS_HELD = "poa.params.held"
+STORE_UNREAD = "poa.store.unread"
+HEARTBEAT_MISSED = "poa.heartbeat.missed"
 NOTICED = "poa.message.noticed"
 
 # JavaScript and most JSON tools round beyond this.

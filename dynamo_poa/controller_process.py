@@ -1,0 +1,179 @@
+"""Decides how a controller process is put together, and in which order it starts and stops.
+
+Owns: building the pieces, wiring the event plane to them, waiting for NATS, stopping on a signal.
+Does not own: what a tick does (loop.py, controller.py).
+Source: Dynamo exits when NATS is not there at its start, so we wait for NATS first (measured, 1.4.2).
+"""
+
+import asyncio
+import os
+import signal
+from contextlib import AsyncExitStack
+
+import aiohttp
+import structlog
+
+from dynamo_poa import dynamo_host, telemetry
+from dynamo_poa.bus import Bus
+from dynamo_poa.clock import Clock, SystemClock
+from dynamo_poa.config import CommonConfig, ControllerConfig, RouterConfig
+from dynamo_poa.control import ControlService
+from dynamo_poa.controller import Settings
+from dynamo_poa.decisions import DecisionLog
+from dynamo_poa.errors import BusError
+from dynamo_poa.fleet import Fleet
+from dynamo_poa.loop import ControlLoop
+from dynamo_poa.params import ParamsPublisher
+from dynamo_poa.policies import make_policy
+from dynamo_poa.telemetry import BusSink, ControllerMetrics, LogSink, MetricsServer, configure_logging
+from dynamo_poa.ttft import FrontendScraper
+from dynamo_poa.values import Role
+from dynamo_poa.wire import FORWARD_PASS_METRICS, KV_EVENTS, KV_METRICS, subject
+
+log = structlog.get_logger()
+
+BUS_WAIT_S = 10.0  # between two lines that say so
+SCRAPE_TIMEOUT_S = 2.0
+# A frontend that has not answered for so long says nothing of what is in flight.
+SCRAPE_MAX_AGE_S = 5.0
+
+
+class ControllerProcess:
+    """One controller of one namespace."""
+
+    def __init__(
+        self,
+        common: CommonConfig,
+        router: RouterConfig,
+        config: ControllerConfig,
+        *,
+        clock: Clock | None = None,
+    ) -> None:
+        self._common = common
+        self._router = router
+        self._config = config
+        self._clock = clock or SystemClock()
+        self._stop = asyncio.Event()
+
+    async def serve(self) -> None:
+        """Control until SIGTERM or SIGINT."""
+        common, config, clock = self._common, self._config, self._clock
+        configure_logging(common.log_level)
+        structlog.contextvars.bind_contextvars(component="controller")
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self._stop.set)
+        controller_id = f"controller-{os.getpid()}"
+        fleet = Fleet(common.worker_namespace, config.stale_s)
+        decisions = self._decision_log()
+        metrics = ControllerMetrics(lambda: fleet.workers(clock.monotonic_s()))
+        async with AsyncExitStack() as stack:
+            nats_url = os.environ.get("NATS_SERVER", common.nats_url)
+            bus = await stack.enter_async_context(Bus(nats_url, name=controller_id, clock=clock))
+            self._subscribe(bus, fleet, decisions)
+            channel = ParamsPublisher(bus, common.namespace, controller_id, clock, config.mode)
+            directory: list[dynamo_host.WorkerDirectory] = []
+            loop = ControlLoop(
+                self._settings(),
+                clock=clock,
+                bus=bus,
+                channel=channel,
+                fleet=fleet,
+                decisions=decisions,
+                cards=lambda: directory[0].cards() if directory else (),
+                frontend=await self._frontend(stack),
+                sinks=(LogSink(log), BusSink(bus, common.namespace), metrics),
+            )
+            await stack.enter_async_context(
+                MetricsServer(metrics.registry, config.metrics_port, lambda: loop.ready)
+            )
+            service = ControlService(loop, config.mode, clock)
+            bus.respond(subject(common.namespace, "control"), service.answer)
+            if await self._nats_came(bus):
+                directory.append(await self._workers(stack))
+                await self._until_stopped(loop)
+        log.info(telemetry.STOPPED)
+
+    def _settings(self) -> Settings:
+        static = (self._router.router_temperature, self._router.overlap_weight)
+        return Settings(
+            namespace=self._common.namespace,
+            config=self._config,
+            policy=make_policy(self._config.policy, static),
+            static=static,
+        )
+
+    def _decision_log(self) -> DecisionLog:
+        only_prefill = self._router.legs == ("prefill",)
+        answering = {Role.PREFILL} if only_prefill else {Role.DECODE, Role.AGGREGATED}
+        return DecisionLog(
+            window=self._config.window,
+            ttft_window_s=self._config.regime.window_s,
+            stale_s=self._config.stale_s,
+            block_size=self._common.block_size,
+            answering=frozenset(answering),
+        )
+
+    def _subscribe(self, bus: Bus, fleet: Fleet, decisions: DecisionLog) -> None:
+        """Listen, each topic on its own subscription: a flood of one must not delay another (E8)."""
+        clock = self._clock
+
+        def on_event(topic_subject: str, data: bytes) -> None:
+            fleet.observe(topic_subject, data, clock.monotonic_s(), clock.wall_s())
+
+        for topic in (FORWARD_PASS_METRICS, KV_METRICS, KV_EVENTS):
+            bus.subscribe(
+                f"namespace.{self._common.worker_namespace}.component.*.endpoint.*.{topic}", on_event
+            )
+        bus.subscribe(
+            subject(self._common.namespace, "decisions"),
+            lambda _, data: decisions.receive(data, clock.monotonic_s()),
+        )
+
+    async def _frontend(self, stack: AsyncExitStack) -> FrontendScraper | None:
+        """Return a reader of the frontend's /metrics, None when no frontend is configured."""
+        if not self._config.frontend_url:
+            return None
+        timeout = aiohttp.ClientTimeout(total=SCRAPE_TIMEOUT_S)
+        session = await stack.enter_async_context(aiohttp.ClientSession(timeout=timeout))
+        url = f"{self._config.frontend_url.rstrip('/')}/metrics"
+
+        async def fetch() -> str:
+            try:
+                async with session.get(url, raise_for_status=True) as answer:
+                    return await answer.text()
+            except aiohttp.ClientError as error:
+                raise OSError(f"{url}: {error}") from error
+
+        return FrontendScraper(fetch, window_s=self._config.regime.window_s, max_age_s=SCRAPE_MAX_AGE_S)
+
+    async def _nats_came(self, bus: Bus) -> bool:
+        """Wait for NATS for as long as it takes; False when told to stop before."""
+        while not self._stop.is_set():
+            connected = asyncio.create_task(bus.wait_connected(BUS_WAIT_S), name="wait for NATS")
+            stopped = asyncio.create_task(self._stop.wait(), name="wait for a signal")
+            await asyncio.wait({connected, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            for task in (connected, stopped):
+                task.cancel()
+            results = await asyncio.gather(connected, stopped, return_exceptions=True)
+            if results[0] is None:
+                return not self._stop.is_set()
+            if isinstance(results[0], BusError):
+                log.warning(telemetry.WAITING, waiting_for="NATS", error=str(results[0]))
+        return False
+
+    async def _workers(self, stack: AsyncExitStack) -> dynamo_host.WorkerDirectory:
+        runtime = dynamo_host.open_runtime()
+        stack.callback(runtime.shutdown)
+        endpoints = {role: self._common.worker_endpoint(role) for role in Role}
+        return await stack.enter_async_context(dynamo_host.WorkerDirectory(runtime, endpoints, self._clock))
+
+    async def _until_stopped(self, loop: ControlLoop) -> None:
+        """Run the loop until a signal comes; a loop that ends by itself is an error."""
+        ticking = asyncio.create_task(loop.run(), name="control loop")
+        stopped = asyncio.create_task(self._stop.wait(), name="wait for a signal")
+        await asyncio.wait({ticking, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        for task in (ticking, stopped):
+            task.cancel()
+        results = await asyncio.gather(ticking, stopped, return_exceptions=True)
+        if isinstance(results[0], Exception):
+            raise results[0]

@@ -1,0 +1,371 @@
+"""When ticks happen and what is done about them: the one task of the controller that sleeps.
+
+Owns: the tick's schedule, collecting the observation, applying effects, heartbeats, polling the store,
+      scraping the frontend; surviving a tick that fails.
+Does not own: any decision (controller.py); connections, which whoever builds the loop opens and closes.
+Invariant: no failure of a tick, a sink, the bus or the frontend ends the loop; parameters are then held. The
+           machine's clock may be set: ticks go by the monotonic one.
+Source: architecture, The control loop; case S7 (clock set back).
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+import msgspec
+import structlog
+
+from dynamo_poa import telemetry
+from dynamo_poa.clock import Clock
+from dynamo_poa.controller import (
+    ControllerState,
+    Counts,
+    Effects,
+    Observation,
+    Settings,
+    pinned,
+    released,
+    step,
+    take_over,
+)
+from dynamo_poa.decisions import DecisionLog, Traffic
+from dynamo_poa.errors import ActuationError, BusError
+from dynamo_poa.estimator import frozen_estimate
+from dynamo_poa.fleet import Notice
+from dynamo_poa.telemetry import RouterView, Sink, TelemetryRecord
+from dynamo_poa.ttft import FrontendScraper, FrontendSnapshot, combine
+from dynamo_poa.values import Applied, Estimate, Pin, PoolLoad, Role, RouterParams, WorkerCard
+
+log = structlog.get_logger()
+
+STORE_POLL_S = 1.0
+STORE_WAIT_S = 10.0  # a server without JetStream never answers; routers then live off heartbeats
+STORE_TIMEOUT_S = 0.5
+RATE_HALF_LIFE_S = 2.0
+
+
+class ParamsChannel(Protocol):
+    """What the loop needs of params.ParamsPublisher."""
+
+    current: RouterParams | None
+
+    async def load(self) -> RouterParams | None:
+        """Return the stored record, None when there is none."""
+        ...
+
+    async def publish(self, params: RouterParams) -> None:
+        """Make a record the one in force."""
+        ...
+
+    async def heartbeat(self) -> None:
+        """Repeat the record in force."""
+        ...
+
+    async def poll_store(self) -> RouterParams | None:
+        """Return a record that somebody else wrote, once."""
+        ...
+
+
+class FleetView(Protocol):
+    """What the loop needs of fleet.Fleet."""
+
+    received: dict[str, int]
+    dropped: dict[str, int]
+    last_message_at_s: float | None
+
+    def set_cards(self, cards: Iterable[WorkerCard], at_s: float) -> None:
+        """Replace the known workers."""
+        ...
+
+    def pools(self, at_s: float) -> dict[Role, PoolLoad]:
+        """Return the load of each role."""
+        ...
+
+    def take_notices(self, at_s: float) -> list[Notice]:
+        """Return what a person should read once."""
+        ...
+
+
+class Connection(Protocol):
+    """What the loop needs of bus.Bus."""
+
+    @property
+    def connected(self) -> bool:
+        """Tell whether NATS is connected."""
+        ...
+
+    dropped: int
+
+
+class ControlLoop:
+    """Ticks until cancelled.
+
+    latest:  the last tick's record, None before the first
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        clock: Clock,
+        bus: Connection,
+        channel: ParamsChannel,
+        fleet: FleetView,
+        decisions: DecisionLog,
+        cards: Callable[[], Iterable[WorkerCard]] = tuple,
+        frontend: FrontendScraper | None = None,
+        sinks: Sequence[Sink] = (),
+    ) -> None:
+        self.latest: TelemetryRecord | None = None
+        self._settings = settings
+        self._clock = clock
+        self._bus = bus
+        self._channel = channel
+        self._fleet = fleet
+        self._decisions = decisions
+        self._cards = cards
+        self._frontend = frontend
+        self._sinks = sinks
+        self._state = ControllerState()
+        self._stored: RouterParams | None = None
+        self._foreign: RouterParams | None = None
+        self._estimate = Estimate(reason="no decisions")
+        self._due_at_s: dict[str, float] = {}
+        self._rate = _Rate()
+        self._tick_s = 0.0
+        self._failed_ticks = 0
+        self._last_failure = ""
+        self._scrape: asyncio.Task[None] | None = None
+
+    @property
+    def ready(self) -> bool:
+        """Tell whether ticks are made and NATS is connected."""
+        return self.latest is not None and self._bus.connected
+
+    def pin(self, pin: Pin) -> None:
+        """Hold an operator's parameters from the next tick on."""
+        self._state = pinned(self._state, pin)
+
+    def release(self) -> None:
+        """Give the parameters back to the policy from the next tick on."""
+        self._state = released(self._state)
+
+    async def run(self) -> None:
+        """Take over from a predecessor, then tick until cancelled."""
+        config = self._settings.config
+        try:
+            await self._take_over()
+            log.info(telemetry.STARTED, namespace=self._settings.namespace, mode=config.mode)
+            next_at_s = self._clock.monotonic_s()
+            while True:
+                await self._guarded_tick()
+                # After a late tick the next is a whole period away: a burst of ticks sees nothing new.
+                now_s = self._clock.monotonic_s()
+                next_at_s = next_at_s + config.tick_s if now_s < next_at_s + config.tick_s else now_s
+                await self._clock.sleep(next_at_s - now_s)
+        finally:
+            if self._scrape is not None:
+                self._scrape.cancel()
+                await asyncio.gather(self._scrape, return_exceptions=True)
+
+    async def tick(self) -> Effects:
+        """Observe, decide, apply, report: one tick."""
+        started_s = self._clock.monotonic_s()
+        await self._poll_store(started_s)
+        self._start_scrape(started_s)
+        seen = self._observe(started_s)
+        self._state, effects = step(self._state, seen, self._settings)
+        self._foreign = None
+        effects = await self._apply(effects)
+        self.latest = effects.record
+        self._tick_s = self._clock.monotonic_s() - started_s
+        for sink in self._sinks:
+            await sink.emit(effects.record)
+        return effects
+
+    async def _guarded_tick(self) -> None:
+        try:
+            await self.tick()
+        except Exception as error:  # the one broad except: whatever a tick trips over, parameters are held
+            self._failed_ticks += 1
+            failure = repr(error)
+            if failure != self._last_failure:  # a failure that repeats every tick is said once
+                log.exception(telemetry.TICK_FAILED, failed_ticks=self._failed_ticks)
+            self._last_failure = failure
+            await self._heartbeat_after_failure()
+        else:
+            self._last_failure = ""
+
+    async def _heartbeat_after_failure(self) -> None:
+        """Keep the routers' lease alive; a controller that cannot think must not make them fall back."""
+        with contextlib.suppress(BusError):  # without a connection the lease runs out, as it should
+            await self._heartbeat(self._clock.monotonic_s())
+
+    async def _take_over(self) -> None:
+        """Wait for the store and continue from what a predecessor left there."""
+        connected_since_s: float | None = None
+        said = ""
+        while True:
+            now_s = self._clock.monotonic_s()
+            connected_since_s = None if not self._bus.connected else connected_since_s or now_s
+            try:
+                self._stored = await self._channel.load()
+                break
+            except BusError as error:
+                if connected_since_s is not None and now_s - connected_since_s > STORE_WAIT_S:
+                    log.warning(telemetry.STORE_UNREAD, error=str(error))
+                    break
+                if str(error) != said:
+                    said = str(error)
+                    log.warning(telemetry.WAITING, waiting_for="parameter store", error=said)
+            await self._clock.sleep(self._settings.config.tick_s)
+        self._state = take_over(self._stored)
+
+    async def _poll_store(self, at_s: float) -> None:
+        if not self._bus.connected or not self._is_due("store", at_s, STORE_POLL_S):
+            return
+        try:
+            async with asyncio.timeout(STORE_TIMEOUT_S):
+                self._foreign = await self._channel.poll_store() or self._foreign
+        except (BusError, TimeoutError) as error:
+            log.debug(telemetry.STORE_UNREAD, error=str(error) or "timeout")
+
+    def _start_scrape(self, at_s: float) -> None:
+        """Read the frontend beside the ticks: one that hangs must not hold them up."""
+        if self._frontend is None or (self._scrape is not None and not self._scrape.done()):
+            return
+        if self._is_due("scrape", at_s, self._settings.config.scrape_s):
+            self._scrape = asyncio.create_task(
+                self._frontend.scrape(self._clock.monotonic_s), name="frontend scrape"
+            )
+
+    def _observe(self, at_s: float) -> Observation:
+        config, decisions, fleet = self._settings.config, self._decisions, self._fleet
+        fleet.set_cards(self._cards(), at_s)
+        for notice in fleet.take_notices(at_s):
+            log.warning(telemetry.NOTICED, **msgspec.structs.asdict(notice))
+        decisions.advance(at_s)
+        if self._is_due("estimate", at_s, config.estimate_s):
+            self._estimate = frozen_estimate(decisions.windows())
+        ttft, traffic = decisions.take_ttft(), decisions.traffic(at_s)
+        if self._frontend is not None:
+            from_frontend, snapshot = self._frontend.take(at_s)
+            ttft = combine(from_frontend, ttft)
+            traffic = _with_frontend(traffic, snapshot)
+        heard = [at for at in (fleet.last_message_at_s, decisions.last_batch_at_s) if at is not None]
+        return Observation(
+            wall_s=self._clock.wall_s(),
+            monotonic_s=at_s,
+            current=self._channel.current or self._stored,
+            foreign=self._foreign,
+            ttft=ttft,
+            estimate=self._estimate,
+            traffic=traffic,
+            pools=fleet.pools(at_s),
+            routers=tuple(
+                RouterView(
+                    router_id=router.router_id,
+                    revision=router.revision,
+                    source=router.source,
+                    dropped=router.dropped,
+                    in_flight=router.in_flight,
+                    age_s=at_s - router.seen_at_s,
+                )
+                for router in decisions.routers
+            ),
+            bus_connected=self._bus.connected,
+            message_age_s=at_s - max(heard) if heard else None,
+            counts=self._counts(at_s),
+        )
+
+    def _counts(self, at_s: float) -> Counts:
+        fleet, decisions = self._fleet, self._decisions
+        received = {**fleet.received, "decisions": decisions.batches}
+        dropped = {**fleet.dropped}
+        dropped |= {f"decisions_{reason}": count for reason, count in decisions.refused.items()}
+        lost = {
+            "decisions_lost": decisions.lost,
+            "decisions_dropped_by_router": decisions.dropped,
+            "slow_consumer": self._bus.dropped,
+        }
+        ended: dict[str, int] = {}
+        for (_, outcome), count in decisions.outcomes.items():
+            ended[outcome] = ended.get(outcome, 0) + count
+        return Counts(
+            requests_ended=ended,
+            messages_received=received,
+            messages_dropped=dropped | {name: count for name, count in lost.items() if count},
+            message_rate=self._rate.update(sum(received.values()), at_s),
+            failed_ticks=self._failed_ticks,
+            tick_s=self._tick_s,
+        )
+
+    async def _apply(self, effects: Effects) -> Effects:
+        """Publish, repeat the heartbeat when due, and say what happened."""
+        failed = ""
+        at_s = self._clock.monotonic_s()
+        if effects.publish is not None:
+            try:
+                await self._publish(effects.publish)
+                self._due_at_s["heartbeat"] = at_s + self._settings.config.heartbeat_s
+            except ActuationError as error:
+                failed = str(error)
+                self._due_at_s.pop("heartbeat", None)  # as soon as there is a connection
+        else:
+            try:
+                await self._heartbeat(at_s)
+            except BusError as error:
+                log.debug(telemetry.HEARTBEAT_MISSED, error=str(error))
+        for event in effects.events:
+            name, details = event.name, event.details
+            if failed and name == telemetry.PARAMS_APPLIED:
+                name, details = telemetry.PARAMS_HELD, {"outcome": Applied.APPLY_FAILED, "error": failed}
+            log.info(name, before=event.before, after=event.after, reason=event.reason, **details)
+        if not failed:
+            return effects
+        record = msgspec.structs.replace(effects.record, applied=Applied.APPLY_FAILED)
+        return msgspec.structs.replace(effects, record=record)
+
+    async def _publish(self, params: RouterParams) -> None:
+        """Publish without a slow store holding up ticks: the heartbeat goes first, `poll_store` heals."""
+        try:
+            async with asyncio.timeout(STORE_TIMEOUT_S):
+                await self._channel.publish(params)
+        except TimeoutError:
+            log.warning(telemetry.STORE_UNREAD, error=f"revision {params.revision} not stored yet")
+
+    async def _heartbeat(self, at_s: float) -> None:
+        if self._bus.connected and self._is_due("heartbeat", at_s, self._settings.config.heartbeat_s):
+            await self._channel.heartbeat()
+
+    def _is_due(self, what: str, at_s: float, every_s: float) -> bool:
+        """Tell whether it is time for `what` again, and note that it was done."""
+        if at_s < self._due_at_s.get(what, at_s):
+            return False
+        self._due_at_s[what] = at_s + every_s
+        return True
+
+
+class _Rate:
+    """A smoothed rate from a growing count."""
+
+    def __init__(self) -> None:
+        self._last: tuple[int, float] | None = None
+        self._per_s: float | None = None
+
+    def update(self, count: int, at_s: float) -> float | None:
+        last, self._last = self._last, (count, at_s)
+        if last is None or at_s <= last[1]:
+            return self._per_s
+        elapsed_s = at_s - last[1]
+        now_per_s = (count - last[0]) / elapsed_s
+        weight = 1 - 0.5 ** (elapsed_s / RATE_HALF_LIFE_S)
+        self._per_s = now_per_s if self._per_s is None else self._per_s + weight * (now_per_s - self._per_s)
+        return self._per_s
+
+
+def _with_frontend(traffic: Traffic, snapshot: FrontendSnapshot) -> Traffic:
+    """Count a request as present where either sees it: it may wait in the frontend, or have outlived it."""
+    known = [count for count in (traffic.in_flight, snapshot.in_flight) if count is not None]
+    return msgspec.structs.replace(traffic, in_flight=max(known, default=None))
