@@ -11,7 +11,7 @@ Source: nats-py 2.16. Its own reconnection has a budget of 60 tries, and its `cl
 import asyncio
 from collections.abc import Awaitable, Callable
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeVar
 from urllib.parse import urlsplit
 
 import nats.errors
@@ -48,6 +48,7 @@ KV_TIMEOUT_S = 2.0
 # included), closed transports' RuntimeError, its assertions about state, undecodable JSON answers.
 CLIENT_ERRORS = (OSError, nats.errors.Error, RuntimeError, AssertionError, ValueError)
 
+T = TypeVar("T")
 Handler = Callable[[str, bytes], None]
 Responder = Callable[[bytes], bytes]
 
@@ -199,7 +200,7 @@ class Bus:
         """
         client = self._connected_client()
         try:
-            answer = await client.request(subject, data, timeout=timeout_s)
+            answer = await heeding_cancellation(client.request(subject, data, timeout=timeout_s))
         except nats.errors.NoRespondersError as error:
             raise NoResponders(f"NATS at {self.url}: nobody answers on {subject}") from error
         except CLIENT_ERRORS as error:
@@ -212,8 +213,8 @@ class Bus:
         Raises:  BusError, also when JetStream is not enabled.
         """
         try:
-            store = await self._bucket(bucket)
-            entry = await store.get(key, revision=revision)
+            store = await heeding_cancellation(self._bucket(bucket))
+            entry = await heeding_cancellation(store.get(key, revision=revision))
         except nats.js.errors.KeyNotFoundError as error:
             # nats-py reports delete and purge markers as "not found", with the marker attached.
             return None if error.entry is None else KvEntry(b"", error.entry.revision, deleted=True)
@@ -227,8 +228,8 @@ class Bus:
         Raises:  BusError, also when JetStream is not enabled or the value is larger than the bucket allows.
         """
         try:
-            store = await self._bucket(bucket)
-            return int(await store.put(key, value))
+            store = await heeding_cancellation(self._bucket(bucket))
+            return int(await heeding_cancellation(store.put(key, value)))
         except CLIENT_ERRORS as error:
             raise self._bus_error(f"write of {bucket}/{key}", error) from error
 
@@ -359,6 +360,22 @@ class Bus:
         if isinstance(error, nats.js.errors.ServiceUnavailableError | nats.js.errors.NoStreamResponseError):
             return BusError(f"NATS at {self.url}: {what}: JetStream is not enabled or not ready")
         return BusError(f"NATS at {self.url}: {what}: {str(error) or type(error).__name__}")
+
+
+async def heeding_cancellation(call: Awaitable[T]) -> T:
+    """Await a call of nats-py without losing a cancellation.
+
+    It waits with `asyncio.wait_for`, which in Python 3.11 returns the answer and forgets the cancellation
+    when both come at once; the caller would then run on for ever.
+    """
+    task = asyncio.current_task()
+    assert task is not None
+    before = task.cancelling()
+    try:
+        return await call
+    finally:
+        if task.cancelling() > before:
+            raise asyncio.CancelledError
 
 
 async def _dispose(client: Any) -> None:

@@ -108,13 +108,15 @@ class ParamsHolder:
     def offer(
         self, params: RouterParams, source: Literal["heartbeat", "store"], at_s: float | None = None
     ) -> bool:
-        """Take the record over and start its lease anew; return False when it is refused.
+        """Take the record over and start its lease anew; return False when it is not taken.
 
         A leased record gives way to a higher revision only; the same record renews its own lease. With
         none leased any is taken: a controller that lost its store starts to count from the beginning.
         """
         if self.source != "static":
             held = self.current
+            if params.revision < held.revision and source == "store":
+                return False  # nothing wrong with it: a heartbeat was faster than the read
             if params.revision < held.revision:
                 return self._refuse(
                     ParamsError("stale_revision", "revision", params.revision, f">= {held.revision}")
@@ -238,15 +240,14 @@ class ParamsSubscriber:
         self._offer(data, "heartbeat")
 
     def _offer(self, data: bytes, source: Literal["heartbeat", "store"]) -> None:
-        before = self.holder.current
+        before, refusal_before = self.holder.current, self.holder.last_refusal
         if self.holder.offer_bytes(data, source):
             self._loaded.set()
-            if self.holder.current is not before:
-                self._changed("poa.params.applied")
-            return
         refusal = self.holder.last_refusal
-        assert refusal is not None
-        self._refusals.say(refusal, source, self.holder.refused[refusal.reason])
+        if refusal is not None and refusal is not refusal_before:
+            self._refusals.say(refusal, source, self.holder.refused[refusal.reason])
+        if self.holder.current is not before:
+            self._changed("poa.params.applied")
 
     async def _read_store_when_due(self) -> None:
         while True:

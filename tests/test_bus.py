@@ -6,7 +6,7 @@ import time
 import pytest
 from nats_server import free_port
 
-from dynamo_poa.bus import Bus
+from dynamo_poa.bus import Bus, heeding_cancellation
 from dynamo_poa.clock import SystemClock
 from dynamo_poa.errors import BusError
 
@@ -51,3 +51,14 @@ def test_a_password_in_the_address_is_never_shown() -> None:
     clock = SystemClock()
     assert Bus("nats://user:secret@host:4222", name="test", clock=clock).url == "nats://host:4222"
     assert Bus("nats://host:4222", name="test", clock=clock).url == "nats://host:4222"
+
+
+async def test_a_cancellation_that_meets_the_answer_is_not_lost() -> None:
+    """nats-py waits with `asyncio.wait_for`, which in Python 3.11 forgets it; the task would never stop."""
+    answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+    task = asyncio.create_task(heeding_cancellation(asyncio.wait_for(answer, 5)))
+    await asyncio.sleep(0)
+    answer.set_result(b"")
+    task.cancel()
+    await asyncio.wait([task])
+    assert task.cancelled()
