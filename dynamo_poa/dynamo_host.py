@@ -53,7 +53,7 @@ def open_runtime() -> DistributedRuntime:
 
 
 def router_override(
-    params: RouterParams, role: Role, overlap_key: str, preset: dict[str, Any] | None
+    role: Role, overlap_key: str, params: RouterParams, preset: dict[str, Any] | None
 ) -> dict[str, Any]:
     """Express the parameters as KvRouter's per-request override.
 

@@ -145,9 +145,7 @@ class RouterProcess:
             leg = Leg(
                 role,
                 await dynamo_host.WorkerPool.open(runtime, role, config, common),
-                override=functools.partial(
-                    dynamo_host.router_override, role=role, overlap_key=config.overlap_key
-                ),
+                override=functools.partial(dynamo_host.router_override, role, config.overlap_key),
                 params=holder,
                 events=reporter,
                 directory=directory,

@@ -167,30 +167,35 @@ def _fault(response: _Response) -> str:
     return "" if response.tokens else "no token"
 
 
-async def closed_loop(
-    client: LoadClient,
-    source: Iterator[Prompt],
-    *,
-    concurrency: int,
-    running: Callable[[], bool],
-    report: Callable[[Result], None],
-) -> None:
-    """Keep `concurrency` requests in flight while `running()`; let those in flight finish.
+class ClosedLoop:
+    """Users who each send their next request when the last one ended; how many can change at any time."""
 
-    A failed request is followed by a short pause, so that a dead server is not hammered.
-    """
-    clock = SystemClock()
+    def __init__(
+        self, client: LoadClient, source: Iterator[Prompt], report: Callable[[Result], None], clock: Clock
+    ) -> None:
+        self._client, self._source, self._report, self._clock = client, source, report, clock
+        self._wanted = 0
+        self._users: dict[int, asyncio.Task[None]] = {}
 
-    async def user() -> None:
-        while running():
-            result = await client.complete(next(source))
-            report(result)
-            if not result.ok:
-                await clock.sleep(0.1)
-
-    async with asyncio.TaskGroup() as users:
+    def resize(self, concurrency: int) -> None:
+        """Have so many users from now on; those who leave finish their request first."""
+        self._wanted = concurrency
         for number in range(concurrency):
-            users.create_task(user(), name=f"user-{number}")
+            user = self._users.get(number)
+            if user is None or user.done():
+                self._users[number] = asyncio.create_task(self._user(number), name=f"user-{number}")
+
+    async def finish(self) -> None:
+        """Send no more and wait for what is in flight."""
+        self.resize(0)
+        await asyncio.gather(*self._users.values())
+
+    async def _user(self, number: int) -> None:
+        while number < self._wanted:
+            result = await self._client.complete(next(self._source))
+            self._report(result)
+            if not result.ok:
+                await self._clock.sleep(0.1)  # a dead server is not hammered
 
 
 def take(source: Iterator[Prompt], count: int) -> list[Prompt]:

@@ -1,0 +1,246 @@
+"""`dynamo-poa demo`: one command that shows the router change its own parameters as load crosses the knee.
+
+Owns: the demo's graph, its load ramp, what is printed, the exit status.
+Does not own: serving (serve/), load (load.py), figures (story.py).
+Invariant: everything runs on loopback with embedded parts and is gone when the command ends.
+Source: measured on two cores: with these settings 2 prefill workers saturate near 25 concurrent requests
+        while the processors are a third busy.
+"""
+
+import asyncio
+import contextlib
+import os
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated, NamedTuple
+from urllib.parse import urlsplit
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from dynamo_poa.bench.load import ClosedLoop, LoadClient, prompts
+from dynamo_poa.bench.story import DemoReport, Story
+from dynamo_poa.bus import Bus
+from dynamo_poa.clock import Clock, SystemClock
+from dynamo_poa.config import CommonConfig
+from dynamo_poa.errors import ConfigError
+from dynamo_poa.serve.plan import Plan
+from dynamo_poa.serve.supervisor import serve_graph
+from dynamo_poa.telemetry import TelemetryRecord
+from dynamo_poa.wire import DecisionBatch, Heartbeat, subject
+
+SPEEDUP = 0.5  # of the mock engine; slow enough that its simulated GPU is the bottleneck
+OVERRIDES = (
+    "Frontend.http_port=0",
+    "PrefillWorker.workers=2",
+    "PrefillWorker.per_process=2",
+    f"PrefillWorker.args={{speedup-ratio: {SPEEDUP}, max-num-batched-tokens: 512}}",
+    "DecodeWorker.workers=3",
+    "DecodeWorker.per_process=3",
+    f"DecodeWorker.args={{speedup-ratio: {SPEEDUP}}}",
+    "PoaRouter.min_prefill_workers=2",
+    "PoaRouter.min_decode_workers=3",
+)
+
+
+class Phase(NamedTuple):
+    """A stretch of constant load."""
+
+    name: str
+    concurrency: int
+    seconds: float
+
+
+PHASES = (
+    Phase("calm", 6, 18),
+    Phase("rising", 22, 18),
+    Phase("peak", 72, 22),
+    Phase("falling", 22, 16),
+    Phase("calm again", 6, 18),
+)
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to the command line."""
+    app.command()(demo)
+
+
+def demo(
+    json_file: Annotated[Path | None, typer.Option("--json", help="also write the result there")] = None,
+    verbose: Annotated[bool, typer.Option(help="show the output of every process")] = False,
+) -> None:
+    """Serve a graph on mock workers, ramp load over the knee and back, tell what happens."""
+    from dynamo_poa.serve.cli import make_plan  # the command line imports this module
+
+    if json_file is not None and not json_file.parent.is_dir():
+        raise ConfigError([f"--json = {str(json_file)!r}: its folder must exist"])
+    console = Console()
+    plan = make_plan("graphs.disagg_poa:Frontend", "graphs/disagg_poa.yaml", OVERRIDES)
+    report = asyncio.run(_run(plan, console, verbose))
+    console.print(table(report))
+    console.print(_summary(report), highlight=False)
+    if json_file is not None:
+        json_file.write_bytes(msgspec.json.format(msgspec.json.encode(report)) + b"\n")
+    raise typer.Exit(0 if report.went_up_and_down and not report.failed_requests else 1)
+
+
+async def _run(plan: Plan, console: Console, verbose: bool) -> DemoReport:
+    clock = SystemClock()
+    started_at_s = clock.monotonic_s()
+    recent: deque[str] = deque(maxlen=40)
+
+    def emit(name: str, line: str) -> None:
+        recent.append(f"{name} | {line}")
+        if verbose:
+            console.print(f"{name:10} | {line}", markup=False, highlight=False)
+
+    console.print("starting NATS, 2 prefill and 3 decode mock workers, router, controller, frontend ...")
+    common = plan.sections["Common"]
+    assert isinstance(common, CommonConfig)
+    async with (
+        serve_graph(plan, emit, clock) as running,
+        Bus(running.nats_url, name="demo", clock=clock) as bus,
+    ):
+        url = urlsplit(running.http_url)
+        client = LoadClient(url.hostname or "127.0.0.1", url.port or 80, common.model_name, clock=clock)
+        story = Story()
+        begun_at_s = clock.monotonic_s()
+
+        def tell(line: str) -> None:
+            console.print(f"[bold]{clock.monotonic_s() - begun_at_s:6.1f} s  {line}[/bold]", highlight=False)
+
+        _listen(bus, plan.namespace, story, tell)
+        await bus.wait_connected(10.0)
+        console.print(f"ready: {running.http_url}/v1/chat/completions")
+        busy_frac = await _ramp(client, story, clock, console)
+        return story.report(cpu_busy_frac=busy_frac, seconds=clock.monotonic_s() - started_at_s)
+
+
+def _listen(bus: Bus, namespace: str, story: Story, tell: Callable[[str], None]) -> None:
+    records = msgspec.msgpack.Decoder(TelemetryRecord)
+    batches = msgspec.msgpack.Decoder(DecisionBatch)
+    heartbeats = msgspec.msgpack.Decoder(Heartbeat)
+
+    def on_telemetry(_: str, data: bytes) -> None:
+        for line in story.on_telemetry(records.decode(data)):
+            tell(line)
+
+    bus.subscribe(subject(namespace, "telemetry"), on_telemetry)
+    bus.subscribe(
+        subject(namespace, "decisions"), lambda _, data: story.swap_watch.on_batch(batches.decode(data))
+    )
+    bus.subscribe(
+        subject(namespace, "params"), lambda _, data: story.swap_watch.on_heartbeat(heartbeats.decode(data))
+    )
+
+
+async def _ramp(client: LoadClient, story: Story, clock: Clock, console: Console) -> float:
+    """Drive all phases; return the share of the busiest phase in which the processors were busy."""
+    source = prompts(prompt_tokens=1024, max_tokens=16, templates=5, shared_frac=0.25, seed=1)
+    loop = ClosedLoop(client, source, story.on_result, clock)
+    busiest = 0.0
+    for phase in PHASES:
+        story.begin(phase.name, phase.concurrency, clock.monotonic_s())
+        loop.resize(phase.concurrency)
+        before = _cpu_times()
+        with _progress(console) as show:
+            until_s = clock.monotonic_s() + phase.seconds
+            while (left_s := until_s - clock.monotonic_s()) > 0:
+                show(_line(phase, left_s, story))
+                await clock.sleep(min(left_s, 0.5))
+        busiest = max(busiest, _busy_frac(before, _cpu_times()))
+        if phase is PHASES[-1]:
+            await loop.finish()
+        done = story.end(clock.monotonic_s())
+        console.print(
+            f"         {phase.name}: {done.requests} requests, TTFT P99 {_ms(done.ttft_p99_s)}",
+            highlight=False,
+        )
+    return busiest
+
+
+@contextlib.contextmanager
+def _progress(console: Console) -> Iterator[Callable[[str], None]]:
+    """Show one line that changes in place; nothing where the output is not a terminal."""
+    if not console.is_terminal:
+        yield lambda line: None
+        return
+    with console.status("") as status:
+        yield lambda line: status.update(line)
+
+
+def _line(phase: Phase, left_s: float, story: Story) -> str:
+    record = story.latest
+    if record is None:
+        return f"{phase.name}: {phase.concurrency} users, {left_s:.0f} s left"
+    return (
+        f"{phase.name}: {phase.concurrency} users, {left_s:.0f} s left | {record.regime} | "
+        f"TTFT P99 {_ms(record.ttft_p99_s)} | PoA-hat {_number(record.poa_hat)} | "
+        f"τ {record.router_temperature:g} ω {record.overlap_weight:g}"
+    )
+
+
+def table(report: DemoReport) -> Table:
+    """Return the closing table: one row per phase."""
+    result = Table(title="Regime, τ and ω at the end of each phase")
+    for name in ("phase", "users", "requests", "failed", "TTFT P50", "TTFT P99", "requests/s", "PoA-hat"):
+        result.add_column(name, justify="left" if name == "phase" else "right")
+    for name in ("regime", "τ", "ω"):
+        result.add_column(name)
+    for phase in report.phases:
+        result.add_row(
+            phase.name,
+            str(phase.concurrency),
+            str(phase.requests),
+            str(phase.failed),
+            _ms(phase.ttft_p50_s),
+            _ms(phase.ttft_p99_s),
+            _number(phase.throughput_rps),
+            _number(phase.poa_hat),
+            phase.regime or "-",
+            _number(phase.router_temperature),
+            _number(phase.overlap_weight),
+        )
+    return result
+
+
+def _summary(report: DemoReport) -> str:
+    latency = report.swap_latency_s
+    lines = [
+        f"{len(report.transitions)} regime changes, {report.swaps} swaps; from the decision to the first "
+        f"request routed with it: median {_ms(latency.median)}, worst {_ms(latency.max)}",
+        f"{report.failed_requests} failed requests"
+        + "".join(f"; {count} x {error}" for error, count in report.failures.items()),
+        f"bottleneck: {report.bottleneck} (processors {report.cpu_busy_frac:.0%} busy in the busiest phase)",
+    ]
+    if report.bottleneck == "cpu":
+        lines.append("This run is void: the processors, not the simulated GPUs, were the limit.")
+    if not report.went_up_and_down:
+        lines.append("The regime did not rise and fall: see the phases above.")
+    return "\n".join(lines)
+
+
+def _ms(value_s: float | None) -> str:
+    return "-" if value_s is None else f"{value_s * 1e3:.0f} ms"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}".rstrip("0").rstrip(".")
+
+
+def _cpu_times() -> tuple[float, float]:
+    """Return busy and total processor time of the machine. Source: proc(5), the first line of /proc/stat."""
+    if sys.platform != "linux":
+        return 0.0, float(os.times().elapsed)
+    ticks = [float(field) for field in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+    idle = ticks[3] + ticks[4]
+    return sum(ticks) - idle, sum(ticks)
+
+
+def _busy_frac(before: tuple[float, float], after: tuple[float, float]) -> float:
+    total = after[1] - before[1]
+    return (after[0] - before[0]) / total if total > 0 else 0.0
