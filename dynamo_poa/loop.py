@@ -10,6 +10,7 @@ Source: architecture, The control loop; case S7 (clock set back).
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
@@ -70,8 +71,8 @@ class ParamsChannel(Protocol):
 class FleetView(Protocol):
     """What the loop needs of fleet.Fleet."""
 
-    received: dict[str, int]
-    dropped: dict[str, int]
+    received: Counter[str]
+    dropped: Counter[str]
     last_message_at_s: float | None
 
     def set_cards(self, cards: Iterable[WorkerCard], at_s: float) -> None:
@@ -220,7 +221,10 @@ class ControlLoop:
                     said = str(error)
                     log.warning(telemetry.WAITING, waiting_for="parameter store", error=said)
             await self._clock.sleep(self._settings.config.tick_s)
+        pin = self._state.pin  # an operator may have been quicker
         self._state = take_over(self._stored)
+        if pin is not None:
+            self._state = pinned(self._state, pin)
 
     async def _poll_store(self, at_s: float) -> None:
         if not self._bus.connected or not self._is_due("store", at_s, STORE_POLL_S):
@@ -282,7 +286,7 @@ class ControlLoop:
     def _counts(self, at_s: float) -> Counts:
         fleet, decisions = self._fleet, self._decisions
         received = {**fleet.received, "decisions": decisions.batches}
-        dropped = {**fleet.dropped}
+        dropped: dict[str, int] = {**fleet.dropped}
         dropped |= {f"decisions_{reason}": count for reason, count in decisions.refused.items()}
         lost = {
             "decisions_lost": decisions.lost,

@@ -204,7 +204,10 @@ def _note_need(state: RegimeState, signal: RegimeSignal, limits: RegimeConfig) -
         return state
     needed = state.needed[level - 1]
     grew = needed is not None and load.in_flight > (needed.in_flight or 0)
-    if needed is None or (grew and state.needed_at_s == signal.at_s and state.probe_s is None):
+    if needed is None:
+        found = tuple(load if at <= level and was is None else was for at, was in enumerate(state.needed, 1))
+        return msgspec.structs.replace(state, needed=found)
+    if grew and state.needed_at_s == signal.at_s and state.probe_s is None:
         return _with_needed(state, level, load)
     return state
 

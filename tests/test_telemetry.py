@@ -10,6 +10,7 @@ import msgspec
 import pytest
 import structlog
 from prometheus_client.parser import text_string_to_metric_families
+from records import RECORD
 
 from dynamo_poa.errors import BusError, ConfigError
 from dynamo_poa.fleet import Fleet
@@ -18,37 +19,11 @@ from dynamo_poa.telemetry import (
     ControllerMetrics,
     LogSink,
     MetricsServer,
-    RouterView,
     TelemetryRecord,
     configure_logging,
     exact_numbers,
 )
-from dynamo_poa.values import Applied, Mode, ParamsKind, PoolLoad, Regime, Role, WorkerCard
-
-RECORD = TelemetryRecord(
-    tick=7,
-    at_s=1_800_000_000.25,
-    namespace="poa",
-    mode=Mode.ACTIVE,
-    regime=Regime.TRANSITION,
-    reason="TTFT P99 2.000 s at or over θ1 1.000 s",
-    applied=Applied.APPLIED,
-    router_temperature=0.7,
-    overlap_weight=1.0,
-    revision=3,
-    kind=ParamsKind.POLICY,
-    wanted_router_temperature=0.7,
-    wanted_overlap_weight=1.0,
-    poa_hat=1.5,
-    poa_by_role={"prefill": 1.75},
-    poa_samples=64,
-    pools={"prefill": PoolLoad(role=Role.PREFILL, workers=2, kv_used_frac=0.25)},
-    routers=(RouterView(router_id="r1", revision=3, source="heartbeat", dropped=0, in_flight={}, age_s=0.1),),
-    messages_received={"kv-events": 10},
-    messages_dropped={"schema": 1},
-    bus_connected=True,
-    swaps=2,
-)
+from dynamo_poa.values import Role, WorkerCard
 
 
 class FakeBus:

@@ -1,0 +1,232 @@
+"""When ticks happen, and what survives: failing ticks, sinks, NATS, the store, the machine's clock."""
+
+import asyncio
+
+import pytest
+import structlog
+from simulated_graph import STATIC, Graph, ticking
+
+from dynamo_poa.errors import BusError
+from dynamo_poa.fleet import Fleet
+from dynamo_poa.ttft import FrontendScraper
+from dynamo_poa.values import Applied, Pin, Regime, RouterParams
+
+HEALTHY = 20
+
+
+def graph(**config):
+    return Graph(lambda in_flight, _: 0.1 if in_flight <= 40 else 0.4, **config)
+
+
+async def test_ticks_come_every_tick_s():
+    """Default 0.25 s: 41 in the first 10 s, the one at the start included."""
+    async with ticking(graph()) as g:
+        await g.run(10, HEALTHY)
+    assert g.last.tick == 41
+
+
+async def test_a_late_tick_is_not_followed_by_a_burst():
+    """A tick that took 2 s is followed by the next, not by eight at once."""
+    slow = [2.0]
+
+    class SlowSink:
+        async def emit(self, record):
+            if slow:
+                await g.clock.sleep(slow.pop())
+
+    g = graph(sinks=(SlowSink(),))
+    async with ticking(g):
+        await g.run(4, HEALTHY)
+    assert g.last.tick == 1 + 2.0 / 0.25 + 1
+
+
+async def test_the_machines_clock_may_be_set_back():
+    """S7: ticks go by the monotonic clock; ages stay what they are."""
+    async with ticking(graph()) as g:
+        await g.run(5, HEALTHY)
+        before = g.last
+        g.clock.set_wall(g.clock.wall_s() - 60.0)
+        await g.run(5, HEALTHY)
+        assert g.last.tick == before.tick + 20
+        assert g.last.at_s == pytest.approx(before.at_s - 55.0)
+        assert g.last.message_age_s <= 0.5
+        assert g.last.regime is Regime.BELOW
+
+
+async def test_a_tick_that_fails_is_counted_and_parameters_and_leases_go_on():
+    """The one broad except: whatever trips a tick, routers keep their last good parameters."""
+    broken = []
+
+    class BrokenFleet(Fleet):
+        def pools(self, at_s):
+            if broken:
+                raise ZeroDivisionError("a bug")
+            return super().pools(at_s)
+
+    g = graph(fleet=BrokenFleet("poa-workers", 30.0))
+    with structlog.testing.capture_logs() as lines:
+        async with ticking(g):
+            await g.run(5, HEALTHY)
+            heartbeats, written = len(g.channel.heartbeats), g.written
+            broken.append(True)
+            await g.run(5, HEALTHY)
+            assert len(g.channel.heartbeats) - heartbeats >= 4
+            assert g.written == written
+            broken.clear()
+            await g.run(5, HEALTHY)
+            assert g.last.failed_ticks == 20
+    failures = [line for line in lines if line["event"] == "poa.tick.failed"]
+    assert [line["failed_ticks"] for line in failures] == [1]  # twenty times the same is said once
+
+
+async def test_cancellation_ends_the_loop():
+    """The broad except never catches it."""
+    g = graph()
+    task = asyncio.create_task(g.loop.run())
+    await g.run(1, HEALTHY)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def test_a_publication_that_fails_is_reported_and_made_good():
+    """ActuationError: outcome apply_failed, then the heartbeat carries the record as soon as it can."""
+    g = graph()
+    publish, failing = g.channel.publish, [True]
+
+    async def flaky(params):
+        if failing:
+            g.bus.connected = False  # what ParamsPublisher finds out on trying
+            try:
+                await publish(params)
+            finally:
+                g.bus.connected = True
+        await publish(params)
+
+    g.channel.publish = flaky
+    with structlog.testing.capture_logs() as lines:
+        async with ticking(g):
+            await g.run(0.25, HEALTHY)
+            assert g.records[0].applied is Applied.APPLY_FAILED
+            failing.clear()
+            await g.run(1, HEALTHY)
+    held = next(line for line in lines if line["event"] == "poa.params.held")
+    assert (held["outcome"], held["error"]) == (Applied.APPLY_FAILED, "not connected")
+    assert g.channel.heartbeats[0][1].revision == 1
+    assert g.last.applied is not Applied.APPLY_FAILED
+
+
+async def test_the_loop_waits_for_nats_and_then_takes_over():
+    """I1, third run: started while NATS is down it waits, is not ready, and reads before it writes."""
+    stored = RouterParams(revision=9, router_temperature=0.7, overlap_weight=1.0, regime=Regime.TRANSITION)
+    g = graph(stored=stored)
+    g.bus.connected = False
+    with structlog.testing.capture_logs() as lines:
+        async with ticking(g):
+            await g.run(30, HEALTHY)
+            assert not g.loop.ready
+            assert g.records == []
+            g.bus.connected = True
+            await g.run(1, 60)
+            assert g.loop.ready
+    waiting = [line for line in lines if line["event"] == "poa.controller.waiting"]
+    assert len(waiting) == 1
+    assert g.channel.written[0][1].revision == 10
+    assert g.last.regime is Regime.TRANSITION
+
+
+async def test_a_store_that_cannot_be_read_does_not_keep_the_controller_for_ever():
+    """A NATS server without JetStream: after 10 s it goes on, routers live off heartbeats."""
+    g = graph()
+
+    async def load():
+        raise BusError("JetStream is not enabled")
+
+    g.channel.load = load
+    async with ticking(g):
+        await g.run(9.5, HEALTHY)
+        assert g.records == []
+        await g.run(2, HEALTHY)
+    assert g.written == [(0.0, 1.0, "policy")]
+
+
+async def test_a_pin_set_before_the_take_over_is_kept():
+    """An operator may be quicker than the store."""
+    g = graph()
+    g.bus.connected = False
+    async with ticking(g):
+        await g.run(1, HEALTHY)
+        g.loop.pin(Pin(router_temperature=0.3, overlap_weight=0.4))
+        g.bus.connected = True
+        await g.run(1, HEALTHY)
+    assert g.written == [(0.3, 0.4, "pin")]
+
+
+async def test_the_frontends_ttft_and_requests_count_before_the_routers():
+    """Read beside the ticks; what waits in the frontend is in flight as well."""
+    counts = [0]
+
+    async def fetch():
+        counts[0] += 50
+        return (
+            "# TYPE dynamo_frontend_inflight_requests gauge\n"
+            'dynamo_frontend_inflight_requests{model="m"} 99\n'
+            "# TYPE dynamo_frontend_time_to_first_token_seconds histogram\n"
+            f'dynamo_frontend_time_to_first_token_seconds_bucket{{le="0.1"}} {counts[0]}\n'
+            f'dynamo_frontend_time_to_first_token_seconds_bucket{{le="+Inf"}} {counts[0]}\n'
+        )
+
+    g = graph(frontend=FrontendScraper(fetch, window_s=3.0, max_age_s=5.0))
+    async with ticking(g):
+        await g.run(6, HEALTHY)
+    assert g.last.ttft_source == "frontend"
+    assert g.last.ttft_samples == 300  # six scrapes within 3 s
+    assert g.last.ttft_p50_s == pytest.approx(0.05, rel=0.02)
+    assert g.last.in_flight == 99
+
+
+async def test_a_frontend_that_hangs_holds_up_nothing():
+    """One scrape at a time, as a task of its own; cancelled with the loop."""
+    started, ended = [], []
+
+    async def fetch():
+        started.append(1)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append(1)
+
+    g = graph(frontend=FrontendScraper(fetch, window_s=3.0, max_age_s=5.0))
+    async with ticking(g):
+        await g.run(10, HEALTHY)
+        assert g.last.tick == 41
+        assert (started, ended) == ([1], [])
+        assert g.last.ttft_source == "decisions"
+    assert ended == [1]
+
+
+async def test_counters_of_every_source_are_in_the_record():
+    """Messages by topic, drops by reason, ended legs by outcome, a smoothed message rate."""
+    g = graph()
+    async with ticking(g):
+        g.decisions.receive(b"\xc1", g.clock.monotonic_s())
+        g.fleet.observe("namespace.poa-workers.component.x.endpoint.y.kv_metrics", b"\xc1", 0.0, 0.0)
+        g.bus.dropped = 3
+        await g.run(20, HEALTHY)
+    assert g.last.messages_received == {"decisions": 80}
+    assert g.last.messages_dropped["decisions_not_msgpack"] == 1
+    assert g.last.messages_dropped["slow_consumer"] == 3
+    assert sum(g.last.messages_dropped.values()) == 5
+    assert g.last.requests_ended == {"ok": 80 * 5}
+    assert g.last.message_rate == pytest.approx(4.0, rel=0.01)
+    assert g.last.pools["decode"].workers == 2
+    assert [(r.router_id, r.source, r.revision) for r in g.last.routers] == [("router-0", "heartbeat", 1)]
+
+
+async def test_static_parameters_are_reported_before_anything_is_published():
+    """Not the policy's: nobody routes with those yet."""
+    g = graph()
+    g.bus.connected = False
+    effects = await g.loop.tick()
+    assert (effects.record.router_temperature, effects.record.overlap_weight) == STATIC
+    assert effects.record.revision == 0
