@@ -239,6 +239,10 @@ class ControlLoop:
         """Read the frontend beside the ticks: one that hangs must not hold them up."""
         if self._frontend is None or (self._scrape is not None and not self._scrape.done()):
             return
+        if self._scrape is not None and (error := self._scrape.exception()) is not None:
+            self._failed_ticks += 1
+            log.error(telemetry.TICK_FAILED, failed_ticks=self._failed_ticks, exc_info=error)
+            self._scrape = None
         if self._is_due("scrape", at_s, self._settings.config.scrape_s):
             self._scrape = asyncio.create_task(
                 self._frontend.scrape(self._clock.monotonic_s), name="frontend scrape"

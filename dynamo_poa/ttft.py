@@ -132,7 +132,7 @@ class HistogramWindow:
         )
         before = (0.0,) * len(snapshot.cumulative) if restarted else last.cumulative
         new = [now - then for now, then in zip(snapshot.cumulative, before, strict=True)]
-        per_bucket = tuple(max(high - low, 0.0) for high, low in zip(new, [0.0, *new[:-1]], strict=True))
+        per_bucket = tuple(max(high - low, 0.0) for high, low in zip(new, [0.0, *new], strict=False))
         if sum(per_bucket) > 0:
             self._deltas.append((at_s, per_bucket))
             self._fresh = True

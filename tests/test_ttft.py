@@ -120,6 +120,16 @@ def test_what_was_counted_before_we_came_is_no_sample():
     assert window.take(10.5) == TtftSample()
 
 
+def test_a_frontend_without_its_histogram_yet_says_nothing_and_then_counts_from_zero():
+    """Measured on Dynamo 1.4.2: the histogram appears with the first request."""
+    window = HistogramWindow(3.0)
+    window.add(FrontendSnapshot(in_flight=0), 1.0)
+    window.add(FrontendSnapshot(in_flight=0), 1.5)
+    assert window.take(1.5) == TtftSample()
+    window.add(snapshot(2, 2, 2), 2.0)
+    assert window.take(2.0).samples == 2
+
+
 def test_the_window_holds_the_requests_between_snapshots_and_lets_them_go():
     """Ten requests in the first bucket at 10.5 s stay for three seconds; fresh only once."""
     window = HistogramWindow(3.0)
