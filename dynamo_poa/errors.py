@@ -47,6 +47,10 @@ class WireError(PoaError):
         super().__init__(f"{reason}: {detail}")
 
 
+class RecordingError(PoaError):
+    """Stop: a recording cannot be written, or a file is none. The message names the file."""
+
+
 class StaleDataError(PoaError):
     """Hold the last parameters: what would be decided on is too old."""
 

@@ -1,0 +1,153 @@
+"""How one record of the controller is shown to a person, and which difference between two is worth a line.
+
+Owns: the tables of `status` and `watch`.
+Does not own: the record (telemetry.py), how a figure is written (show.py).
+Invariant: what is unknown is shown as unknown, with its reason where there is one.
+"""
+
+from collections.abc import Iterator
+from datetime import datetime
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from dynamo_poa.serve.show import count, counts, number, percent, seconds
+from dynamo_poa.telemetry import TelemetryRecord
+from dynamo_poa.values import Regime
+
+_COLOURS = {Regime.BELOW: "green", Regime.TRANSITION: "yellow", Regime.SATURATED: "red"}
+
+
+def changes(before: TelemetryRecord | None, now: TelemetryRecord) -> Iterator[str]:
+    """Yield a line for each change between two records, nothing for the first."""
+    if before is None:
+        return
+    at = _time(now.at_s)
+    if before.mode is not now.mode:
+        yield f"{at}  mode {before.mode} -> {now.mode}"
+    if before.regime is not now.regime:
+        yield f"{at}  {before.regime} -> {now.regime}: {now.reason}"
+    if _values(before) != _values(now) or before.kind is not now.kind:
+        yield f"{at}  {_values(before)} {before.kind} -> {_values(now)} {now.kind}, revision {now.revision}"
+
+
+def record_view(record: TelemetryRecord) -> RenderableType:
+    """Return one record as a person reads it."""
+    return Group(
+        _summary(record), Text(), _pools(record), Text(), _routers(record), Text(), _counters(record)
+    )
+
+
+def _summary(record: TelemetryRecord) -> Table:
+    table = _grid()
+    table.add_row(
+        "graph", f"{record.namespace}, mode {record.mode}, tick {record.tick} at {_time(record.at_s)}"
+    )
+    dwell = f" (next change in {record.dwell_left_s:.1f} s at the earliest)" if record.dwell_left_s else ""
+    regime = Text(str(record.regime), style=f"bold {_COLOURS[record.regime]}")
+    table.add_row("regime", regime.append(f"  {record.reason}{dwell}", style="not bold default"))
+    table.add_row("PoA-hat", _poa(record))
+    table.add_row(
+        "TTFT",
+        f"P50 {seconds(record.ttft_p50_s)}, P99 {seconds(record.ttft_p99_s)}, its average "
+        f"{seconds(record.ttft_average_s)} ({record.ttft_samples} samples, {record.ttft_source})",
+    )
+    theta1, theta2 = seconds(record.theta1_s), seconds(record.theta2_s)
+    table.add_row("against", f"baseline {seconds(record.baseline_s)}, θ1 {theta1}, θ2 {theta2}")
+    table.add_row("parameters", parameters(record))
+    table.add_row(
+        "load",
+        f"{count(record.in_flight)} in flight, {number(record.arrival_rate, 1)} arrivals/s, "
+        f"{percent(record.shed_frac)} refused",
+    )
+    return table
+
+
+def _poa(record: TelemetryRecord) -> str:
+    if record.poa_hat is None:
+        return f"none: {record.poa_reason}"
+    legs = ", ".join(f"{role} {value:.3f}" for role, value in record.poa_by_role.items())
+    lacks = f"; {record.poa_reason}" if record.poa_reason else ""
+    return f"{record.poa_hat:.3f} from {record.poa_samples} decisions, {record.poa_method} ({legs}{lacks})"
+
+
+def parameters(record: TelemetryRecord) -> str:
+    """Return the parameters in force, whose they are, and what became of the policy's wish."""
+    pin = "" if record.pin_left_s is None else f" for another {record.pin_left_s:.0f} s"
+    shown = f"{_values(record)}, revision {record.revision}, {record.kind}{pin}, {record.applied}"
+    wanted = (record.wanted_router_temperature, record.wanted_overlap_weight)
+    if wanted != (record.router_temperature, record.overlap_weight):
+        shown += f"; the policy would set τ {wanted[0]:g} ω {wanted[1]:g}"
+    return shown
+
+
+def _pools(record: TelemetryRecord) -> RenderableType:
+    if not record.pools:
+        return Text("no worker known")
+    table = _table("pool", "workers", "silent", "KV used", "fullest", "queued", "running", "busy")
+    for role, pool in record.pools.items():
+        table.add_row(
+            role,
+            count(pool.workers),
+            count(pool.stale_workers),
+            percent(pool.kv_used_frac),
+            percent(pool.kv_used_frac_max),
+            count(pool.queued_requests),
+            count(pool.running_requests),
+            percent(pool.busy_frac),
+        )
+    return table
+
+
+def _routers(record: TelemetryRecord) -> RenderableType:
+    if not record.routers:
+        return Text("no router heard")
+    table = _table("router", "revision", "from", "in flight", "dropped", "heard ago")
+    for router in record.routers:
+        table.add_row(
+            router.router_id,
+            count(router.revision),
+            router.source,
+            counts(router.in_flight),
+            count(router.dropped),
+            seconds(router.age_s),
+        )
+    return table
+
+
+def _counters(record: TelemetryRecord) -> Table:
+    table = _grid()
+    rate, age = number(record.message_rate, 0), seconds(record.message_age_s)
+    table.add_row("messages", f"{counts(record.messages_received)}; {rate}/s, the last {age} ago")
+    table.add_row("dropped", counts(record.messages_dropped))
+    table.add_row("legs ended", counts(record.requests_ended))
+    table.add_row(
+        "controller",
+        f"{record.regime_changes} regime changes, {record.swaps} swaps, tick {record.tick_s * 1000:.1f} ms, "
+        f"{record.failed_ticks} failed, NATS {'connected' if record.bus_connected else 'away'}",
+    )
+    return table
+
+
+def _values(record: TelemetryRecord) -> str:
+    return f"τ {record.router_temperature:g} ω {record.overlap_weight:g}"
+
+
+def _time(at_s: float) -> str:
+    return datetime.fromtimestamp(at_s).strftime("%H:%M:%S")
+
+
+def _grid() -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim")
+    table.add_column()
+    return table
+
+
+def _table(name: str, *figures: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    table.add_column(name)
+    for title in figures:
+        table.add_column(title, justify="right")
+    return table
