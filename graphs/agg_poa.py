@@ -5,9 +5,8 @@ Frontend ──▶ PoaRouter ──▶ Worker
                 └── PoaController ◀──┘
 """
 
-from components.poa_controller import PoaController
-
 from components.frontend import Frontend
+from components.poa_controller import PoaController
 from components.poa_router import PoaRouter
 from components.worker import Worker
 

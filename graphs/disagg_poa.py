@@ -6,9 +6,8 @@ Frontend ──▶ PoaRouter ──┬─▶ PrefillWorker
                 └─ PoaController ◀┘
 """
 
-from components.poa_controller import PoaController
-
 from components.frontend import Frontend
+from components.poa_controller import PoaController
 from components.poa_router import PoaRouter
 from components.worker import DecodeWorker, PrefillWorker
 

@@ -6,11 +6,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import structlog
 
 from dynamo_poa import __version__
-from dynamo_poa.serve import cli
-from dynamo_poa.serve.cli import dynamo_main, make_plan
+from dynamo_poa.errors import ConfigError
+from dynamo_poa.serve.cli import dynamo_main
 from dynamo_poa.serve.mock_model import ensure_mock_model
+from dynamo_poa.serve.prepare import make_plan
 
 PLAIN = "plain_graph_of_test_cli"
 
@@ -25,6 +27,13 @@ def plain_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+
+
+@pytest.fixture(autouse=True)
+def own_logging() -> Iterator[None]:
+    """Serving configures logging for the whole process."""
+    yield
+    structlog.reset_defaults()
 
 
 @pytest.fixture
@@ -141,7 +150,9 @@ def test_what_this_machine_cannot_give_is_said_before_anything_starts(
 ) -> None:
     """Bad input: exit 2 and one clear line."""
     monkeypatch.setattr("dynamo_poa.serve.checks._TIMEOUT_S", 0.2)
-    code = run(monkeypatch, "serve", f"{PLAIN}:Frontend", override.format(port=taken_port))
+    if "http_host" not in override:
+        override += " Frontend.http_port=0"
+    code = run(monkeypatch, "serve", f"{PLAIN}:Frontend", *override.format(port=taken_port).split())
     (line,) = capsys.readouterr().err.splitlines()
     assert code == 2
     assert line.startswith("error: " + problem.format(cwd=tmp_path, port=taken_port))
@@ -149,7 +160,7 @@ def test_what_this_machine_cannot_give_is_said_before_anything_starts(
 
 def test_two_keys_may_not_ask_for_one_port() -> None:
     """Found before the second process fails to listen."""
-    with pytest.raises(cli.ConfigError) as caught:
+    with pytest.raises(ConfigError) as caught:
         make_plan(
             "graphs.disagg_poa:Frontend",
             overrides=["Frontend.http_port=28471", "PoaRouter.metrics_port=28470", "PoaRouter.replicas=2"],
@@ -203,7 +214,8 @@ def test_a_graph_that_does_not_come_up_exits_1_with_the_last_lines(
     )
     monkeypatch.setattr("dynamo_poa.serve.child.FIRST_BACKOFF_S", 0.01)
     assert run(monkeypatch, "serve", "crashing:Frontend", "Frontend.http_port=0") == 1
-    assert capsys.readouterr().err.splitlines() == [
+    said = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("{")]
+    assert said == [
         "error: frontend ended 4 times before it was ready, last with status 1; it said:",
         *["  no licence"] * 4,
     ]

@@ -65,6 +65,21 @@ def test_overrides_reach_nested_keys_and_are_read_as_yaml() -> None:
     assert raw == {"PoaController": {"regime": {"theta2": 9}}, "PoaRouter": None}
 
 
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        *(("off", "off"), ("on", "on"), ("yes", "yes"), ("no", "no"), ("true", True), ("False", False)),
+        *(("1e3", 1000.0), ("1.5", 1.5), (".5", 0.5), ("-2", -2), ("7", 7), ("0x10", 16), ("1.4.2", "1.4.2")),
+        *((".inf", float("inf")), ("~", None), ("", None), ("[0.8, 0.1]", [0.8, 0.1]), ("e3", "e3")),
+    ],
+)
+def test_values_are_those_of_yaml_1_2(text: str, value: object) -> None:
+    """`PoaController.mode=off` is a mode; PyYAML's own 1.1 would make it false."""
+    sections, _ = apply_overrides({}, [f"A.b={text}"])
+    assert sections == {"A": {"b": value}}
+    assert type(sections["A"]["b"]) is type(value)
+
+
 def test_overrides_that_cannot_be_understood_are_all_named() -> None:
     """Bad input: all problems at once."""
     _, problems = apply_overrides(

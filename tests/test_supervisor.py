@@ -138,7 +138,7 @@ async def test_a_process_that_ignores_sigterm_is_killed_with_all_it_started(tmp_
     assert pid is not None
     await until(lambda: not is_alive(pid) and not _runs(grandchild))
     assert [entry for entry in logs if entry["event"] == "poa.process.killed"] == [
-        {"event": "poa.process.killed", "log_level": "warning", "process": "deaf", "after_s": 1.0}
+        {"event": "poa.process.killed", "log_level": "warning", "processes": ["deaf"]}
     ]
 
 
@@ -157,7 +157,7 @@ async def test_a_crashed_process_is_restarted_and_said_so(tmp_path: Path) -> Non
     with capture_logs() as logs:
         async with serve_graph(plan, clock=clock) as running:
             first = running.process("worker").pid
-            running.kill("worker")
+            await running.kill("worker")
             await until(lambda: journal(tmp_path).count("worker ready") == 2)
             assert running.process("worker").restarts == 1
             assert running.process("worker").pid not in (None, first)

@@ -7,7 +7,6 @@ Invariant: no error a person can cause shows a traceback; 2 is "cannot be done a
 """
 
 import asyncio
-import random
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -17,39 +16,13 @@ import typer
 
 from dynamo_poa import __version__
 from dynamo_poa.errors import BusError, ConfigError, PoaError, StartError
-from dynamo_poa.serve import rundir
-from dynamo_poa.serve.checks import site_problems
 from dynamo_poa.serve.console import Console
-from dynamo_poa.serve.graph import load_graph
-from dynamo_poa.serve.plan import FreePorts, Plan, lay_out
-from dynamo_poa.serve.resolve import apply_overrides, configure, find_file, read_file
+from dynamo_poa.serve.plan import Plan
+from dynamo_poa.serve.prepare import make_plan
 from dynamo_poa.serve.supervisor import START_TIMEOUT_S, serve_graph
+from dynamo_poa.telemetry import configure_logging
 
 _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
-
-
-def make_plan(
-    target: str,
-    file: str | None = None,
-    overrides: Sequence[str] = (),
-    check: bool = True,
-    chance: random.Random | None = None,
-) -> Plan:
-    """Resolve a graph and its configuration into the processes that serve it.
-
-    Args:     overrides: `Component.key=value`.  check: also ask this machine: ports, servers, files.
-    Raises:   ConfigError listing every problem.
-    """
-    graph = load_graph(target)
-    raw, problems = apply_overrides(read_file(find_file(file)) if file else {}, overrides)
-    configuration, found = configure(graph, raw)
-    problems += found
-    if check:
-        problems += site_problems(configuration)
-    if problems:
-        raise ConfigError(problems)
-    run_dir = rundir.new_run_dir(configuration.common.namespace)
-    return lay_out(configuration, run_dir, FreePorts(chance or random.Random()))
 
 
 def serve(
@@ -81,6 +54,7 @@ def serve(
 
 
 async def _serve(plan: Plan, start_timeout_s: float) -> None:
+    configure_logging(plan.log_level)
     console = Console(sys.stdout, [process.name for process in plan.processes] + ["serve"])
     loop, this = asyncio.get_running_loop(), asyncio.current_task()
     assert this is not None

@@ -59,6 +59,13 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     http_url: str
 
     @property
+    def log_level(self) -> str:
+        """Return how much our own processes say."""
+        common = self.sections["Common"]
+        assert isinstance(common, CommonConfig)
+        return common.log_level
+
+    @property
     def metrics_urls(self) -> dict[str, str]:
         """Return the /metrics address of each of our own processes, by process name."""
         return {

@@ -19,6 +19,7 @@ import graphs
 from dynamo_poa.config import CommonConfig, FrontendConfig, RouterConfig, Section, WorkerConfig, read_section
 from dynamo_poa.errors import ConfigError
 from dynamo_poa.serve.graph import Graph
+from dynamo_poa.serve.yaml12 import load_yaml
 from dynamo_poa.values import Role
 
 T = TypeVar("T", bound=Section)
@@ -84,7 +85,7 @@ def read_file(path: Path) -> dict[str, Any]:
     Raises:  ConfigError when it cannot be read or is not a mapping.
     """
     try:
-        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+        raw = load_yaml(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError([f"{path}: {' '.join(str(error).split())}"]) from error
     if raw is None:
@@ -110,7 +111,7 @@ def apply_overrides(raw: Mapping[str, Any], overrides: Iterable[str]) -> tuple[d
             problems.append(f"{override!r}: unknown option; overrides read --Component.key=value")
             continue
         try:
-            value = yaml.safe_load(text)
+            value = load_yaml(text)
         except yaml.YAMLError:
             problems.append(f"{path} = {text!r}: not a YAML value")
             continue

@@ -51,10 +51,13 @@ def new_run_dir(namespace: str) -> Path:
 def create(plan: Plan) -> None:
     """Make the run directory with everything the processes read.
 
-    Raises:  ConfigError when the per-user folder belongs to somebody else.
+    Raises:  ConfigError when the per-user folder cannot be made or belongs to somebody else.
     """
     parent = plan.run_dir.parent
-    parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    try:
+        parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise ConfigError([f"{parent}: {error.strerror} (XDG_RUNTIME_DIR or TMPDIR)"]) from error
     owner = parent.stat()
     if owner.st_uid != os.getuid() or stat.S_IMODE(owner.st_mode) & 0o022:
         raise ConfigError([f"{parent}: must belong to this user alone"])

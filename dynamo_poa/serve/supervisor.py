@@ -59,9 +59,13 @@ class Running:
         """Return one process: its pid, restarts, last lines."""
         return self._children[name]
 
-    def kill(self, name: str, number: signal.Signals = signal.SIGKILL) -> None:
-        """Signal one process; it is restarted when it dies of it."""
-        self._children[name].send(number)
+    async def kill(self, name: str, number: signal.Signals = signal.SIGKILL) -> None:
+        """Signal one process and, where the signal ends it, wait until it is gone; it will be restarted."""
+        child = self._children[name]
+        pid = child.pid
+        child.send(number)
+        while number in (signal.SIGKILL, signal.SIGTERM) and pid is not None and child.pid == pid:
+            await self._clock.sleep(PROBE_INTERVAL_S)
 
     async def wait(self) -> None:
         """Wait for ever, or until a process cannot be kept running."""
@@ -91,22 +95,26 @@ class Running:
         running: dict[Stage, list[Child]] = {}
         for name in self._tasks:
             running.setdefault(self._children[name].spec.stage, []).append(self._children[name])
+        killed: list[str] = []
         for position, stage in enumerate(sorted(running, reverse=True)):
             share_s = (deadline_s - self._clock.monotonic_s()) / (len(running) - position)
-            await self._stop_stage(running[stage], max(share_s, 0.1))
+            killed += await self._stop_stage(running[stage], max(share_s, 0.1))
+        if killed:  # said last: whatever becomes of the log, nothing is left running
+            log.warning("poa.process.killed", processes=killed)
 
-    async def _stop_stage(self, children: list[Child], within_s: float) -> None:
+    async def _stop_stage(self, children: list[Child], within_s: float) -> list[str]:
+        """Stop these together and return the names of those that had to be killed."""
         tasks = [self._tasks[child.spec.name] for child in children]
         for child, task in zip(children, tasks, strict=True):
             child.stop()
             if child.pid is None:
                 task.cancel()  # waiting to be restarted, or given up
         _, pending = await asyncio.wait(tasks, timeout=within_s)
-        for child, task in zip(children, tasks, strict=True):
-            if task in pending:
-                log.warning("poa.process.killed", process=child.spec.name, after_s=round(within_s, 3))
-                child.kill()
+        deaf = [child for child, task in zip(children, tasks, strict=True) if task in pending]
+        for child in deaf:
+            child.kill()
         await asyncio.gather(*tasks, return_exceptions=True)
+        return [child.spec.name for child in deaf]
 
     async def _await_ready(
         self, children: list[Child], session: aiohttp.ClientSession, deadline_s: float, timeout_s: float

@@ -14,9 +14,9 @@ import aiohttp
 import pytest
 from structlog.testing import capture_logs
 
-from dynamo_poa.serve.cli import make_plan
 from dynamo_poa.serve.discovery import count_in_folder
 from dynamo_poa.serve.mock_model import vocabulary_words
+from dynamo_poa.serve.prepare import make_plan
 from dynamo_poa.serve.rundir import find_running
 from dynamo_poa.serve.supervisor import serve_graph
 
@@ -94,7 +94,7 @@ async def test_a_served_graph_streams_text_heals_and_leaves_nothing(target: str)
             assert [graph.http_url for graph in find_running("poa")] == [running.http_url]
 
             before = set((plan.discovery / "v1" / "instances").iterdir())
-            running.kill("worker-0")
+            await running.kill("worker-0")
             async with asyncio.timeout(20):
                 while not registered_since(before, plan.discovery):  # noqa: ASYNC110 - a process, no event
                     await asyncio.sleep(0.05)

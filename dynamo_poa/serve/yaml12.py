@@ -1,0 +1,39 @@
+"""Decides how YAML text becomes values: as YAML 1.2 has it.
+
+Owns: `off`, `on`, `yes` and `no` are words, 1e3 is a number.
+Does not own: what values a key takes.
+Invariant: `mode: off` is the mode, not false.
+Source: YAML 1.2.2, section 10.3.2; PyYAML implements 1.1.
+"""
+
+import re
+from typing import Any, ClassVar
+
+import yaml
+
+
+class _Loader(yaml.SafeLoader):
+    yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {
+        first: [(tag, regexp) for tag, regexp in resolvers if not tag.endswith((":bool", ":float"))]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:bool", re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF")
+)
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(
+        r"^[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?$|^[-+]?\.(?:inf|Inf|INF)$|^\.(?:nan|NaN|NAN)$"
+    ),
+    list("-+.0123456789"),
+)
+
+
+def load_yaml(text: str) -> Any:
+    """Return the value of one document.
+
+    Raises:  yaml.YAMLError
+    """
+    return yaml.load(text, Loader=_Loader)  # a SafeLoader
