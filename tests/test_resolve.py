@@ -16,7 +16,7 @@ from dynamo_poa.config import CommonConfig, ControllerConfig, FrontendConfig, Ro
 from dynamo_poa.errors import ConfigError
 from dynamo_poa.serve.graph import Component, HttpOk, ModelListed, NatsReady, Registered
 from dynamo_poa.serve.plan import Plan, lay_out, nats_server
-from dynamo_poa.serve.resolve import apply_overrides, configure, find_file, read_file, read_sections
+from dynamo_poa.serve.resolve import apply_overrides, configure, find_file, read_file
 
 RUN_DIR = Path("/run/poa")
 DISAGGREGATED = (Frontend, Router, PrefillWorker, DecodeWorker, Controller)
@@ -386,18 +386,3 @@ def test_a_missing_file_says_where_it_was_looked_for() -> None:
     assert caught.value.problems == (
         "-f nowhere/x.yaml: no such file, neither as given nor among the shipped graphs",
     )
-
-
-def test_a_process_reads_its_sections_back(tmp_path: Path) -> None:
-    """What `--config` names is what `lay_out` resolved."""
-    path = tmp_path / "config.json"
-    path.write_text('{"Common": {"namespace": "x"}, "PoaRouter": {"replicas": 3}, "Other": {}}')
-    kinds = {"Common": CommonConfig, "PoaRouter": RouterConfig}
-    assert read_sections(path, kinds) == {
-        "Common": CommonConfig(namespace="x"),
-        "PoaRouter": RouterConfig(replicas=3),
-    }
-    path.write_text('{"Common": {"namespace": "."}, "PoaRouter": {"replicas": 0}}')
-    with pytest.raises(ConfigError) as caught:
-        read_sections(path, kinds)
-    assert len(caught.value.problems) == 2

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 from structlog.testing import capture_logs
 
@@ -342,7 +343,7 @@ async def test_a_graph_is_found_while_it_runs_and_not_after(
     """Other commands find a graph through its state file, of this user, by namespace."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     plan = plan_of(tmp_path, serving(tmp_path, "nats", Stage.NATS))
-    plan = Plan(**{**_fields(plan), "run_dir": rundir.new_run_dir("poa")})
+    plan = msgspec.structs.replace(plan, run_dir=rundir.new_run_dir("poa"))
     assert plan.run_dir.parent == tmp_path / "dynamo-poa"
     async with serve_graph(plan) as running:
         graph = RunningGraph(
@@ -358,10 +359,6 @@ async def test_a_graph_is_found_while_it_runs_and_not_after(
         assert (running.http_url, running.nats_url) == (graph.http_url, graph.nats_url)
         assert oct(plan.run_dir.stat().st_mode & 0o777) == "0o700"
     assert find_running() == []
-
-
-def _fields(plan: Plan) -> dict[str, object]:
-    return {name: getattr(plan, name) for name in plan.__struct_fields__}
 
 
 def dead_pid() -> int:

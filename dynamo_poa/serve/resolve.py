@@ -158,22 +158,6 @@ def configure(graph: Graph, raw: Mapping[str, Any]) -> tuple[Configuration, list
     return configuration, problems + _problems_between(configuration)
 
 
-def read_sections(path: Path, kinds: Mapping[str, type[Section]]) -> dict[str, Any]:
-    """Return sections of a resolved configuration: what a process of ours gets as `--config`.
-
-    Args:     kinds: section names to the Structs they are read into.
-    Raises:   ConfigError listing every problem.
-    """
-    raw = read_file(path)
-    sections, problems = {}, []
-    for name, kind in kinds.items():
-        sections[name], found = read_section(kind, raw.get(name), name)
-        problems += found
-    if problems:
-        raise ConfigError(problems)
-    return sections
-
-
 def _problems_between(configuration: Configuration) -> list[str]:
     roles = configuration.graph.roles()
     problems = []

@@ -7,18 +7,19 @@ Source: YAML 1.2.2, section 10.3.2; PyYAML implements 1.1.
 """
 
 import re
-from typing import Any, ClassVar
+from typing import Any
 
 import yaml
 
 
 class _Loader(yaml.SafeLoader):
-    yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {
-        first: [(tag, regexp) for tag, regexp in resolvers if not tag.endswith((":bool", ":float"))]
-        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
+    """PyYAML's safe loader with YAML 1.2's booleans and floats."""
 
 
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, regexp) for tag, regexp in resolvers if not tag.endswith((":bool", ":float"))]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:bool", re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF")
 )
