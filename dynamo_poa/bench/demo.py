@@ -74,7 +74,7 @@ def demo(
     verbose: Annotated[bool, typer.Option(help="show the output of every process")] = False,
 ) -> None:
     """Serve a graph on mock workers, ramp load over the knee and back, tell what happens."""
-    from dynamo_poa.serve.cli import make_plan  # the command line imports this module
+    from dynamo_poa.serve.prepare import make_plan
 
     if json_file is not None and not json_file.parent.is_dir():
         raise ConfigError([f"--json = {str(json_file)!r}: its folder must exist"])

@@ -25,18 +25,20 @@ from dynamo_poa.config import CommonConfig, ControllerConfig, FrontendConfig, Ro
 from dynamo_poa.serve.graph import HttpOk, NatsReady, Process, Site, Stage
 from dynamo_poa.serve.resolve import Configuration
 
-# What people should not have to read: each key that is gone already when a process stops, models without
-# pictures, a name looked up on the hub.
+# What people should not have to read: each key that is gone already when a process stops, each worker that
+# comes, models without pictures, a name looked up on the hub. `storage::kv` says ERROR at every stop, often.
 _QUIET_TARGETS = (
+    "dynamo_kv_router::sequences::multi_worker",
+    "dynamo_runtime::pipeline::network::egress::push_router",
     "mm_routing",
     "dynamo_llm::entrypoint::input::endpoint",
     "dynamo_runtime::component::endpoint",
     "dynamo_runtime::transports::event_plane",
-    "dynamo_runtime::storage::kv::file",
     "dynamo_llm::kv_router::publisher",
     "dynamo_llm::hub",
     "modelexpress_common",
 )
+_LOG_FILTER = ",".join(["warn", *(f"{t}=error" for t in _QUIET_TARGETS), "dynamo_runtime::storage::kv=off"])
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -225,7 +227,7 @@ def _environment(
         "NATS_SERVER": common.nats_url,
         "DYN_SELF_HOST_METADATA": "0",
         "DYN_RUNTIME_INHIBITED_DURATION_SECS": "1",
-        "DYN_LOG": environ.get("DYN_LOG") or ",".join(["warn", *(f"{t}=error" for t in _QUIET_TARGETS)]),
+        "DYN_LOG": environ.get("DYN_LOG") or _LOG_FILTER,
         "DYN_SDK_DISABLE_ANSI_LOGGING": "1",
         "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
         "PYTHONUNBUFFERED": "1",
