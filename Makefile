@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed$(subst /,-,$(CURDIR))
 ARGS ?=
 
-.PHONY: venv demo test test-unit test-integration lint bench-control
+.PHONY: venv demo test test-unit test-integration test-compat lint bench-control
 
 venv: $(STAMP)
 
@@ -36,3 +36,19 @@ lint: $(STAMP)
 
 bench-control: $(STAMP)
 	$(BIN)/python -m dynamo_poa.bench.control $(ARGS)
+
+# The plugin, the controller and the frontend on a later Dynamo, workers on ours. That release's own dependencies
+# need a second index for its mock engine, which is not used here, so it is installed without them.
+COMPAT := $(CURDIR)/.venv-compat
+COMPAT_VERSION := 1.6.1
+
+$(COMPAT)/.installed: pyproject.toml constraints.txt
+	test -x $(COMPAT)/bin/python || $(PYTHON) -m venv $(COMPAT)
+	grep -v '^ai-dynamo' constraints.txt > $(COMPAT)/requirements.txt
+	$(COMPAT)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r $(COMPAT)/requirements.txt
+	$(COMPAT)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
+		ai-dynamo==$(COMPAT_VERSION) ai-dynamo-runtime==$(COMPAT_VERSION) -e .
+	touch $@
+
+test-compat: $(STAMP) $(COMPAT)/.installed
+	DYN_POA_COMPAT_PYTHON=$(COMPAT)/bin/python $(BIN)/python -m pytest -q tests/compat $(ARGS)
