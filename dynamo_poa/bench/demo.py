@@ -78,7 +78,7 @@ def demo(
 
     if json_file is not None and not json_file.parent.is_dir():
         raise ConfigError([f"--json = {str(json_file)!r}: its folder must exist"])
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 120)
     plan = make_plan("graphs.disagg_poa:Frontend", "graphs/disagg_poa.yaml", OVERRIDES)
     report = asyncio.run(_run(plan, console, verbose))
     console.print(table(report))
@@ -187,10 +187,10 @@ def _line(phase: Phase, left_s: float, story: Story) -> str:
 def table(report: DemoReport) -> Table:
     """Return the closing table: one row per phase."""
     result = Table(title="Regime, τ and ω at the end of each phase")
-    for name in ("phase", "users", "requests", "failed", "TTFT P50", "TTFT P99", "requests/s", "PoA-hat"):
-        result.add_column(name, justify="left" if name == "phase" else "right")
+    for name in ("phase", "users", "requests", "failed", "TTFT P50", "P99", "requests/s", "PoA-hat"):
+        result.add_column(name, justify="left" if name == "phase" else "right", no_wrap=True)
     for name in ("regime", "τ", "ω"):
-        result.add_column(name)
+        result.add_column(name, no_wrap=True)
     for phase in report.phases:
         result.add_row(
             phase.name,

@@ -1,0 +1,111 @@
+"""How the parameters become Dynamo's override, and what its plain exceptions mean."""
+
+from typing import Any
+
+import pytest
+from fakes import A
+
+from dynamo_poa.dynamo_host import DECODE_OVERRIDE, WorkerPool, router_override
+from dynamo_poa.errors import WorkerUnreachable
+from dynamo_poa.values import Candidate, Role, RouterParams, WorkerKey
+
+PARAMS = RouterParams(revision=3, router_temperature=0.7, overlap_weight=0.1)
+
+
+def test_on_prefill_and_aggregated_both_values_are_stamped() -> None:
+    """ω becomes the configured key; what the frontend preset otherwise stays."""
+    for role in (Role.PREFILL, Role.AGGREGATED):
+        assert router_override(role, "overlap_score_credit", PARAMS, None) == {
+            "router_temperature": 0.7,
+            "overlap_score_credit": 0.1,
+        }
+    assert router_override(Role.PREFILL, "prefill_load_scale", PARAMS, {"assume_kv_reuse": True}) == {
+        "assume_kv_reuse": True,
+        "router_temperature": 0.7,
+        "prefill_load_scale": 0.1,
+    }
+
+
+def test_on_decode_dynamos_own_override_stays_and_only_temperature_is_added() -> None:
+    """Source: what the stock frontend presets on the decode leg, measured."""
+    preset = {**DECODE_OVERRIDE, "prefill_load_scale": None}
+    assert router_override(Role.DECODE, "overlap_score_credit", PARAMS, preset) == {
+        **preset,
+        "router_temperature": 0.7,
+    }
+    assert router_override(Role.DECODE, "overlap_score_credit", PARAMS, None)["assume_kv_reuse"] is False
+
+
+class Router:
+    async def get_potential_loads(self, token_ids: list[int]) -> list[dict[str, int]]:
+        uncached = 48 if token_ids else 0
+        loads = [
+            {
+                "worker_id": A,
+                "dp_rank": 0,
+                "potential_prefill_tokens": 100 + uncached,
+                "potential_decode_blocks": 7 + (4 if token_ids else 0),
+                "active_requests": 2,
+            }
+        ]
+        if token_ids:
+            loads.append({**loads[0], "worker_id": 5})  # joined between the two answers
+        return loads
+
+
+async def test_candidates_are_loads_before_the_prompt_and_what_it_would_add() -> None:
+    """Dynamo's loads include the prompt: the difference is its uncached tokens."""
+    pool = WorkerPool(Router(), None, Role.PREFILL)
+    assert await pool.candidates([1] * 64) == (Candidate(A, 0, 48, 100, 7, 2),)
+    pool = WorkerPool(Router(), None, Role.DECODE)
+    assert (await pool.candidates([1] * 64))[0].uncached_tokens == 0
+
+
+class Client:
+    def __init__(self, error: str | None, chunks: int = 2) -> None:
+        self._error, self._chunks = error, chunks
+        self.request: dict[str, Any] = {}
+
+    async def direct(self, request: dict[str, Any], worker_id: int, *, annotated: bool, context: Any) -> Any:
+        self.request = request
+        if self._error:
+            raise Exception(self._error)  # what Dynamo raises
+        return self._stream()
+
+    async def _stream(self) -> Any:
+        for number in range(self._chunks):
+            yield {"token_ids": [number]}
+
+
+async def test_the_rank_travels_with_the_request_and_the_first_chunk_is_awaited() -> None:
+    """Each data-parallel rank has its own queue: the request says which."""
+    client = Client(None)
+    first, rest = await WorkerPool(None, client, Role.DECODE).send(
+        {"routing": {"prefill_worker_id": 9}}, WorkerKey(A, 3), None
+    )
+    assert first == {"token_ids": [0]}
+    assert [chunk async for chunk in rest] == [{"token_ids": [1]}]
+    assert client.request["routing"] == {"prefill_worker_id": 9, "dp_rank": 3}
+
+
+@pytest.mark.parametrize(
+    "client",
+    [
+        Client("Connection refused (os error 111)"),
+        Client("CannotConnect: Worker generate() failed before response stream"),
+        Client(None, chunks=0),
+    ],
+)
+async def test_what_could_not_be_reached_is_told_apart(client: Client) -> None:
+    """Such a request may be tried on another worker."""
+    with pytest.raises(WorkerUnreachable) as caught:
+        await WorkerPool(None, client, Role.DECODE).send({}, WorkerKey(A, 0), None)
+    assert caught.value.worker_id == A
+
+
+async def test_other_errors_stay_what_they_are() -> None:
+    """An engine's own error would happen on any worker."""
+    with pytest.raises(Exception, match="max_output_tokens"):
+        await WorkerPool(None, Client("max_output_tokens must be specified"), Role.DECODE).send(
+            {}, WorkerKey(A, 0), None
+        )
