@@ -158,10 +158,13 @@ class Leg:
             yield chunk
             async for chunk in stream:
                 yield chunk
-            outcome = Outcome.FAILED if _is_error(chunk) else Outcome.OK
+            outcome = _outcome(chunk, stopped=context.is_stopped())
         except (GeneratorExit, asyncio.CancelledError):
             outcome = Outcome.CANCELLED
             raise
+        except PoaError:
+            if not context.is_stopped():  # with the client gone there is nobody to tell
+                raise
         finally:
             if outcome is Outcome.FAILED and context.is_stopped():
                 outcome = Outcome.CANCELLED
@@ -187,6 +190,8 @@ class Leg:
                 return await self._send_decode(trip, worker, context)
             except WorkerUnreachable as unreachable:
                 trip.release()
+                if context.is_stopped():
+                    raise  # the stream ended because its client has gone: nothing is wrong with the worker
                 self._avoid.add(unreachable.worker_id)
                 if attempt == ATTEMPTS:
                     raise
@@ -339,9 +344,15 @@ def _address(request: dict[str, Any], note: Handover) -> None:
     }
 
 
-def _is_error(chunk: Any) -> bool:
-    """Tell whether a stream's last chunk reports an engine error: `finish_reason` is then a mapping."""
-    return isinstance(chunk, dict) and isinstance(chunk.get("finish_reason"), dict)
+def _outcome(last: Any, *, stopped: bool) -> Outcome:
+    """Judge a stream that has ended by its last chunk: a mapping as `finish_reason` is an engine error.
+
+    When the client has gone Dynamo's stream just ends, without the chunk that would say why.
+    """
+    reason = last.get("finish_reason") if isinstance(last, dict) else None
+    if isinstance(reason, dict):
+        return Outcome.FAILED
+    return Outcome.CANCELLED if stopped and reason is None else Outcome.OK
 
 
 __all__ = ["AvoidList", "HandoverFailed", "Leg", "RequestRefused", "RouterStats"]

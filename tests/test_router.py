@@ -160,6 +160,27 @@ async def test_a_client_that_leaves_ends_the_booking() -> None:
     assert bench.pool.open_bookings() == []
 
 
+async def test_a_stream_that_ends_early_because_its_client_has_gone_is_cancelled() -> None:
+    """Measured: Dynamo then ends the worker's stream without a finish reason and without an exception."""
+    bench, context = Bench(), FakeContext("r1")
+    bench.pool.last_chunk = {"token_ids": [1003]}
+    async for _ in bench.leg.generate({"token_ids": [1, 2, 3]}, context):
+        context.stopped = True
+    assert bench.outcome() is Outcome.CANCELLED
+
+
+async def test_a_client_that_leaves_before_the_first_token_costs_no_worker_its_good_name() -> None:
+    """Measured: the stream then ends before its first chunk, as it does when a worker dies."""
+    bench, context = Bench(), FakeContext("r1")
+    bench.pool.unreachable = {A, B}
+    context.stopped = True
+    assert [chunk async for chunk in bench.leg.generate({"token_ids": [1, 2, 3]}, context)] == []
+    assert bench.outcome() is Outcome.CANCELLED
+    assert len(bench.pool.sent) == 1
+    assert A not in bench.avoid
+    assert B not in bench.avoid
+
+
 async def test_a_cancelled_task_ends_the_booking() -> None:
     """Cancellation before the first token counts as cancelled."""
     bench = Bench()
