@@ -42,7 +42,7 @@ class RouterStatus(msgspec.Struct, frozen=True, kw_only=True):
 class Traffic(msgspec.Struct, frozen=True, kw_only=True):
     """Load as the routers see it. None means that no router has been heard lately, never zero.
 
-    in_flight:     requests with a leg running
+    in_flight:     requests whose caller still waits
     arrival_rate:  requests per second, over the window
     shed_frac:     share of the window's arrivals that were refused
     """
@@ -107,7 +107,9 @@ class DecisionLog:
         self._routers: dict[str, RouterStatus] = {}
         self._requests: dict[str, _Request] = {}
         self._running: dict[tuple[str, Role], set[str]] = {}  # request ids by router and leg
-        self._lingering: dict[str, float] = {}  # prefill done, answering leg not heard of yet; oldest first
+        self._lingering: dict[
+            str, float
+        ] = {}  # between legs, or answered with one still running; oldest first
         self._decided: dict[Role, deque[tuple[float, PricedDecision]]] = {}
         self._ttft: deque[tuple[float, float]] = deque(maxlen=MAX_SAMPLES)
         self._ttft_fresh = False
@@ -207,13 +209,14 @@ class DecisionLog:
         """Return how many requests are running.
 
         The join is exact while nothing is lost; the routers' own counts, of legs, keep it within bounds when
-        something was: at least the busiest leg's, at most the sum over legs.
+        something was, or began before we came: at least the answering legs, at most all of them.
         """
         by_leg = Counter[str]()
         for status in self._routers.values():
             by_leg.update(status.in_flight)
         joined = len(self._requests) - len(self._lingering)
-        return min(max(joined, max(by_leg.values(), default=0)), by_leg.total())
+        answering = sum(by_leg[role] for role in self._answering)
+        return min(max(joined, answering), by_leg.total())
 
     def _greet(self, batch: wire.DecisionBatch, at_s: float) -> bool:
         """Note who speaks; tell whether the batch is new."""
@@ -305,6 +308,9 @@ class DecisionLog:
             return
         self._end_leg(event.request_id, request, event.role)
         if request.legs:
+            if event.role in self._answering:
+                # Measured: a prefill leg may outlive its request; the caller does not wait for it.
+                self._lingering[event.request_id] = at_s
             return
         if event.role in self._answering or request.answered or event.outcome is not Outcome.OK:
             self._forget(event.request_id)

@@ -65,7 +65,15 @@ def price(
     counts = np.array([row[2:] for row in rows], dtype=np.float64)
     if counts.min() < 0:
         return None
-    costs = block_cost(*counts.T, block_size=block_size, prefill_load_scale=prefill_load_scale)
+    uncached_tokens, queued_prefill_tokens, decode_blocks = counts.T
+    costs = block_cost(
+        uncached_tokens,
+        queued_prefill_tokens,
+        # Dynamo counts the request's own blocks wherever it goes; without them an idle fleet costs nothing.
+        decode_blocks + decision.prompt_tokens // block_size,
+        block_size=block_size,
+        prefill_load_scale=prefill_load_scale,
+    )
     return PricedDecision(workers, costs, workers.index(decision.worker))
 
 
@@ -118,7 +126,7 @@ def _price_window(window: Sequence[PricedDecision]) -> tuple[FrozenCost | None, 
         cost[row, place_of] = decision.costs
         chosen[row] = place_of[decision.chosen]
     result = frozen_cost(cost, chosen)
-    # Before any load is booked every candidate is free, and a ratio of nothing is not an estimate.
+    # Prompts shorter than a block on idle workers: a ratio of nothing is not an estimate.
     if result.optimal <= 0:
         return None, "zero cost"
     return result, ""

@@ -53,7 +53,7 @@ class RegimeState(msgspec.Struct, frozen=True, kw_only=True):
 
     average_s:     geometric moving average of TTFT P99
     over_since_s:  since when the raw value has been over the next threshold
-    quiet_since_s: since when there has been too little TTFT to judge and evidently less load
+    less_since_s:  since when the load has been evidently less than it was needed at
     needed:        for transition and saturated, the load at which it was needed
     needed_at_s:   when the average was last over the threshold that leads to the regime
     let_go:        the load when a regime was last left downwards, and which and when
@@ -69,7 +69,7 @@ class RegimeState(msgspec.Struct, frozen=True, kw_only=True):
     average_s: float | None = None
     averaged_at_s: float = 0.0
     over_since_s: float | None = None
-    quiet_since_s: float | None = None
+    less_since_s: float | None = None
     watched_since_s: float | None = None
     busy_at_s: float | None = None
     needed: tuple[Load | None, Load | None] = (None, None)
@@ -108,8 +108,10 @@ def next_regime(
     """Pick the regime from here on, moving at most one step.
 
         up    when P99 >= θ for confirm_s and average >= θ              (θ1 from below, θ2 from transition)
-        down  when P99 and average < exit_frac * θ, and the load fell or the probe is due (θ that led here)
-        down  when idle for idle_s, or when too few samples come to judge and the load fell
+        down  when P99 and average < θ and the load fell                 (θ: the one that led here)
+        down  when P99 and average < exit_frac * θ and nothing needed it for probe_s
+        down  when idle for idle_s, or when too few samples come to judge and the load fell for idle_s
+        down  when the load fell for probe_s, whatever P99: the parameters may be what keeps it up
 
     More than 1 % refused requests count as over θ1, whatever the survivors' TTFT.
     """
@@ -127,7 +129,9 @@ def next_regime(
     else:
         threshold_s, over, average_over = None, False, False
     refusing = level == 0 and shedding
-    over_since_s = _since(state.over_since_s, over or refusing, signal.at_s)
+    # A slow system gives few first tokens: a gap in the samples neither confirms nor refutes, if it is short.
+    gap = not ready and not refusing and signal.at_s - state.averaged_at_s <= limits.window_s
+    over_since_s = state.over_since_s if gap else _since(state.over_since_s, over or refusing, signal.at_s)
     state = msgspec.structs.replace(state, over_since_s=over_since_s)
     confirmed = over_since_s is not None and signal.at_s - over_since_s >= limits.confirm_s
     if confirmed and (average_over or refusing):
@@ -137,7 +141,6 @@ def next_regime(
         return _move(state, signal, limits, verdict, up=True)
     if not ready or theta_s is None:
         return _too_little(state, signal, limits, dwell_left_s, shedding=shedding)
-    state = msgspec.structs.replace(state, quiet_since_s=None)
     if level == 0:
         reason = f"TTFT P99 {_show(value_s)} under θ1 {_show(threshold_s)}"
         return state, Verdict(
@@ -156,7 +159,9 @@ def _observe(state: RegimeState, signal: RegimeSignal, limits: RegimeConfig) -> 
             changes["changed_at_s"] = changes["needed_at_s"] = at_s
     if load.in_flight or load.arrival_rate or signal.fresh:
         changes["busy_at_s"] = at_s
-    state = msgspec.structs.replace(state, **changes)
+    needed = state.needed[state.regime.level - 1] if state.regime.level else None
+    less = needed is not None and _fell(needed, load, limits)
+    state = msgspec.structs.replace(state, less_since_s=_since(state.less_since_s, less, at_s), **changes)
     if signal.p99_s is None or signal.samples < limits.min_samples:
         return state, False
     if signal.fresh or state.average_s is None:
@@ -214,7 +219,7 @@ def _note_need(state: RegimeState, signal: RegimeSignal, limits: RegimeConfig) -
 
 def unseen(state: RegimeState, at_s: float) -> RegimeState:
     """Return the state after a tick without eyes: nothing goes on being confirmed, and nothing is idle."""
-    return msgspec.structs.replace(state, over_since_s=None, quiet_since_s=None, busy_at_s=at_s)
+    return msgspec.structs.replace(state, over_since_s=None, less_since_s=None, busy_at_s=at_s)
 
 
 def _is_idle(state: RegimeState, signal: RegimeSignal, limits: RegimeConfig) -> bool:
@@ -226,9 +231,7 @@ def _idle(
     state: RegimeState, signal: RegimeSignal, limits: RegimeConfig, dwell_left_s: float
 ) -> tuple[RegimeState, Verdict]:
     """Forget what the last requests were like and step down to `below`."""
-    state = msgspec.structs.replace(
-        state, average_s=None, over_since_s=None, quiet_since_s=None, probe_s=None
-    )
+    state = msgspec.structs.replace(state, average_s=None, over_since_s=None, less_since_s=None, probe_s=None)
     if signal.workers == 0:
         reason = "no worker and no traffic"
     elif state.busy_at_s is None:
@@ -245,11 +248,8 @@ def _too_little(
     state: RegimeState, signal: RegimeSignal, limits: RegimeConfig, dwell_left_s: float, *, shedding: bool
 ) -> tuple[RegimeState, Verdict]:
     """Hold, unless so little is asked of the system that TTFT cannot be judged any more."""
-    needed = state.needed[state.regime.level - 1] if state.regime.level else None
-    quiet = needed is not None and not shedding and _fell(needed, signal.load, limits)
-    state = msgspec.structs.replace(state, quiet_since_s=_since(state.quiet_since_s, quiet, signal.at_s))
-    if state.quiet_since_s is not None and signal.at_s - state.quiet_since_s >= limits.idle_s:
-        fell = _compare(needed, signal.load)
+    if not shedding and _less_for_s(state, signal) >= limits.idle_s:
+        fell = _compare(state.needed[state.regime.level - 1], signal.load)
         reason = f"{signal.samples} TTFT samples, too few to judge, and the load fell: {fell}"
         return _move(state, signal, limits, Verdict(reason=reason, dwell_left_s=dwell_left_s), up=False)
     if signal.p99_s is None:
@@ -270,23 +270,29 @@ def _down(
     *,
     shedding: bool,
 ) -> tuple[RegimeState, Verdict]:
-    """Leave the regime downwards when TTFT is well under its threshold and not by our own doing."""
+    """Leave the regime downwards when TTFT is good and not by our own doing, or bad and perhaps by it."""
     level, value_s = state.regime.level, state.average_s
-    exit_s = limits.exit_frac * theta_s
+    needed = state.needed[level - 1]
+    less = state.less_since_s is not None
+    # Less load keeps the regimes apart by itself; without it the thresholds must.
+    exit_s = theta_s if less else limits.exit_frac * theta_s
+    probe_s = state.probe_s or limits.probe_s
+    loads = _compare(needed, signal.load)
 
     def because(reason: str) -> Verdict:
         return Verdict(reason=reason, value_s=value_s, threshold_s=exit_s, dwell_left_s=dwell_left_s)
 
-    if signal.p99_s is None or value_s is None or max(signal.p99_s, value_s) >= exit_s:
-        return state, because(f"TTFT P99 {_show(value_s)} not under {_show(exit_s)}")
     if shedding and level == 1:
         return state, because(_refusing(signal))
+    if signal.p99_s is None or value_s is None or max(signal.p99_s, value_s) >= exit_s:
+        not_under = f"TTFT P99 {_show(value_s)} not under {_show(exit_s)}"
+        if _less_for_s(state, signal) < probe_s:
+            return state, because(not_under)
+        return _move(state, signal, limits, because(f"{not_under}, probing, less load: {loads}"), up=False)
     under = f"TTFT P99 {_show(value_s)} under {_show(exit_s)}"
-    needed = state.needed[level - 1]
-    loads = _compare(needed, signal.load)
-    if needed is not None and _fell(needed, signal.load, limits):
+    if less:
         return _move(state, signal, limits, because(f"{under} and the load fell: {loads}"), up=False)
-    probe_in_s = state.needed_at_s + (state.probe_s or limits.probe_s) - signal.at_s
+    probe_in_s = state.needed_at_s + probe_s - signal.at_s
     if probe_in_s > 0:
         return state, because(f"{under}, but the load did not fall: {loads}; probe in {probe_in_s:.0f} s")
     return _move(state, signal, limits, because(f"{under}, probing: {loads}"), up=False)
@@ -306,7 +312,7 @@ def _move(
         changes=state.changes + 1,
         needed_at_s=signal.at_s,
         over_since_s=None,
-        quiet_since_s=None,
+        less_since_s=None,
     )
     return state, msgspec.structs.replace(verdict, dwell_left_s=limits.dwell_s)
 
@@ -379,6 +385,10 @@ def _since(since_s: float | None, holds: bool, at_s: float) -> float | None:
     if not holds:
         return None
     return at_s if since_s is None else since_s
+
+
+def _less_for_s(state: RegimeState, signal: RegimeSignal) -> float:
+    return 0.0 if state.less_since_s is None else signal.at_s - state.less_since_s
 
 
 def _refusing(signal: RegimeSignal) -> str:

@@ -91,6 +91,15 @@ def test_between_its_legs_a_request_is_not_in_flight_but_remembered(decisions):
     assert decisions.traffic(0.7).in_flight == 1
 
 
+def test_a_prefill_leg_that_outlives_its_request_is_not_in_flight(decisions):
+    """Measured on bootstrap hand-over under load: 86 prefill legs behind 64 callers."""
+    router = Router()
+    decisions.apply(router.batch(chosen("a", P), chosen("a", D), first("a", 0.2), ended("a", 0.3)), 0.5)
+    assert decisions.traffic(0.5).in_flight == 0
+    decisions.apply(router.batch(ended("a", 0.9, P)), 1.0)
+    assert decisions.traffic(1.0).in_flight == 0
+
+
 def test_with_the_prefill_leg_alone_its_first_token_answers():
     """router.legs = [prefill]: nothing else passes through the plugin."""
     decisions = DecisionLog(

@@ -33,11 +33,11 @@ def window(costs, chosen, workers=None):
 
 
 def test_a_decision_is_priced_per_candidate_in_ascending_order_of_worker():
-    """Dynamo's block cost; ids that are equal as doubles stay two workers (E4)."""
+    """Dynamo's block cost, own 4 blocks included; ids equal as doubles stay two workers (E4)."""
     priced = price(decision((W2, 0), [(W2, 0, 32, 16, 5), (W3, 0, 64, 0, 0)]), block_size=16)
     assert priced is not None
     assert priced.workers == (WorkerKey(W3, 0), WorkerKey(W2, 0))
-    assert priced.costs.tolist() == [4.0, 8.0]
+    assert priced.costs.tolist() == [4.0 + 4, 8.0 + 4]
     assert priced.chosen == 1
 
 
@@ -45,7 +45,7 @@ def test_prefill_load_scale_weighs_prompt_tokens_against_decode_blocks():
     """Dynamo's prefill_load_scale multiplies the prefill part alone."""
     priced = price(decision((1, 0), [(1, 0, 32, 16, 5)]), block_size=16, prefill_load_scale=4.0)
     assert priced is not None
-    assert priced.costs.tolist() == [4 * 3 + 5]
+    assert priced.costs.tolist() == [4 * 3 + 5 + 4]
 
 
 def test_ranks_of_one_worker_are_candidates_of_their_own():

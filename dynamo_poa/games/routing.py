@@ -43,6 +43,7 @@ def block_cost(
     is no separate credit term, and the cost means the same whatever ω was in force.
 
     Args:     arrays of one shape, usually `(m,)` candidates.  block_size: tokens.
+              decode_blocks: with the request's own, as Dynamo's potential loads have them.
     Returns:  the same shape, in blocks.
     Source:   host: KvRouter's cost function, Dynamo 1.4.2.
     """

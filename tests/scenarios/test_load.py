@@ -205,5 +205,5 @@ async def test_the_estimate_prices_the_herd():
     async with ticking(Graph(knee)) as graph:
         await graph.run(30, 60)
     # Blocks per decision: 4 uncached + 4 own + 60 on worker 1, + 30 on worker 2; the best puts half on each.
-    assert graph.last.poa_hat == pytest.approx(64 / ((64 + 34) / 2), rel=1e-9)
+    assert graph.last.poa_hat == pytest.approx(68 / ((68 + 38) / 2), rel=1e-9)
     assert graph.last.poa_samples == 256
