@@ -18,6 +18,7 @@ import yaml
 
 from dynamo_poa.errors import ConfigError
 from dynamo_poa.values import MAX_OVERLAP_WEIGHT, MAX_ROUTER_TEMPERATURE, Mode, Role
+from dynamo_poa.yaml12 import load_yaml
 
 T = TypeVar("T", bound="Section")
 
@@ -400,7 +401,7 @@ def load_sections(path: Path, wanted: dict[str, type[Section]]) -> dict[str, Any
     Raises:  ConfigError listing every problem of every wanted section.
     """
     try:
-        raw = yaml.safe_load(path.read_text())
+        raw = load_yaml(path.read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError([f"{path}: cannot be read: {error}"]) from error
     if not isinstance(raw, dict):

@@ -173,8 +173,9 @@ class RouterProcess:
     async def _until_stopped(self, serving: list[asyncio.Future[None]]) -> None:
         """Wait for a signal, or for Dynamo to end one of the endpoints by itself."""
         stopped = asyncio.ensure_future(self._stop.wait())
+        either: set[asyncio.Future[Any]] = {stopped, *serving}
         try:
-            await asyncio.wait({stopped, *serving}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         finally:
             stopped.cancel()
         if not self._stop.is_set():
