@@ -1,0 +1,463 @@
+"""Commands without a server: which graph is meant, what is refused unsent, what is shown, replay."""
+
+import io
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import typer
+from records import RECORD
+from rich.console import Console
+from typer.testing import CliRunner
+
+from dynamo_poa.clock import ManualClock
+from dynamo_poa.control import MAX_PIN_S
+from dynamo_poa.errors import ConfigError, RecordingError
+from dynamo_poa.recording import Header, Writer
+from dynamo_poa.serve import commands
+from dynamo_poa.serve.record import recorded_subjects
+from dynamo_poa.serve.replay import replay
+from dynamo_poa.serve.report import Report, report_view
+from dynamo_poa.serve.rundir import RunningGraph
+from dynamo_poa.serve.show import MAX_DURATION_S, read_duration_s
+from dynamo_poa.serve.target import Target, find_target
+from dynamo_poa.serve.view import changes, record_view
+from dynamo_poa.serve.watch import Feed, live_view, trouble
+from dynamo_poa.values import Candidate, Mode, Outcome, ParamsKind, Regime, Role
+from dynamo_poa.wire import Chosen, DecisionBatch, Ended, FirstToken
+
+TARGET = Target("nats://127.0.0.1:4222", "poa")
+HEADER = Header(recording=1, namespace="poa", started_at_s=1_800_000_000.0, version="0.1.0")
+WALL_S = 1_800_000_000.0
+
+
+def text(renderable: Any) -> str:
+    stream = io.StringIO()
+    Console(file=stream, width=200, color_system=None).print(renderable)
+    return "\n".join(line.rstrip() for line in stream.getvalue().splitlines())
+
+
+# Which graph is meant
+
+
+@pytest.fixture
+def run_dirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder in which graphs of this user are looked for."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    return tmp_path / "dynamo-poa"
+
+
+def announce(run_dirs: Path, namespace: str, port: int, pid: int | None = None) -> None:
+    folder = run_dirs / f"{namespace}-{port}"
+    folder.mkdir(parents=True)
+    graph = RunningGraph(
+        namespace=namespace,
+        target="graphs.disagg_poa:Frontend",
+        pid=pid or os.getpid(),
+        nats_url=f"nats://127.0.0.1:{port}",
+        http_url="http://127.0.0.1:8000",
+        metrics_urls={},
+    )
+    (folder / "state.json").write_bytes(msgspec.json.encode(graph))
+
+
+def test_the_one_running_graph_is_taken(run_dirs: Path) -> None:
+    """No option is needed where there is nothing to choose."""
+    announce(run_dirs, "alpha", 4001)
+    assert find_target(None, None) == Target("nats://127.0.0.1:4001", "alpha")
+
+
+def test_a_namespace_names_one_of_several(run_dirs: Path) -> None:
+    """--namespace alone is enough for a graph of this user."""
+    announce(run_dirs, "alpha", 4001)
+    announce(run_dirs, "beta", 4002)
+    assert find_target(None, "beta") == Target("nats://127.0.0.1:4002", "beta")
+
+
+def test_a_server_names_the_graph_that_uses_it(run_dirs: Path) -> None:
+    """--nats alone: the namespace is the running graph's, `poa` where none is known."""
+    announce(run_dirs, "alpha", 4001)
+    announce(run_dirs, "beta", 4002)
+    assert find_target("nats://127.0.0.1:4002", None) == Target("nats://127.0.0.1:4002", "beta")
+    assert find_target("nats://elsewhere:4222", None) == Target("nats://elsewhere:4222", "poa")
+
+
+def test_both_options_are_taken_as_they_are(run_dirs: Path) -> None:
+    """A graph of somebody else's, about which no file says anything."""
+    announce(run_dirs, "alpha", 4001)
+    assert find_target("nats://elsewhere:4222", "gamma") == Target("nats://elsewhere:4222", "gamma")
+
+
+def test_several_graphs_are_an_error_that_lists_them(run_dirs: Path) -> None:
+    """Never a guess."""
+    announce(run_dirs, "alpha", 4001)
+    announce(run_dirs, "beta", 4002)
+    with pytest.raises(ConfigError) as caught:
+        find_target(None, None)
+    first, *listed = caught.value.problems
+    assert first == "several graphs are running: name one with --namespace or --nats"
+    where = f"(graphs.disagg_poa:Frontend, pid {os.getpid()})"
+    assert sorted(listed) == [
+        f"  --namespace alpha --nats nats://127.0.0.1:4001  {where}",
+        f"  --namespace beta --nats nats://127.0.0.1:4002  {where}",
+    ]
+
+
+@pytest.mark.parametrize(("namespace", "under"), [(None, ""), ("gamma", " in namespace gamma")])
+def test_no_graph_is_an_error_that_says_how_to_name_one(
+    run_dirs: Path, namespace: str | None, under: str
+) -> None:
+    """A graph whose supervisor is dead does not count."""
+    announce(run_dirs, "alpha", 4001, pid=2**22 + 1)  # above the highest pid there is
+    with pytest.raises(ConfigError) as caught:
+        find_target(None, namespace)
+    expected = f"no graph of this user is running{under}: name one with --nats URL --namespace NAME"
+    assert caught.value.problems == (expected,)
+
+
+@pytest.mark.parametrize("namespace", ["a.b", "*", ">", "", "a b"])
+def test_a_namespace_that_is_no_token_is_refused(run_dirs: Path, namespace: str) -> None:
+    """A wildcard would reach the controllers of others."""
+    with pytest.raises(ConfigError, match=r"must be letters, digits, - and _"):
+        find_target("nats://elsewhere:4222", namespace)
+
+
+# What is refused before it is sent
+
+
+@pytest.mark.parametrize(
+    ("written", "duration_s"), [("500ms", 0.5), ("60s", 60.0), ("1.5m", 90.0), ("720h", 2_592_000.0)]
+)
+def test_a_duration_is_read_with_its_unit(written: str, duration_s: float) -> None:
+    """Contract of --for; the longest is the longest pin the controller takes."""
+    assert read_duration_s("--for", written) == duration_s
+    assert MAX_DURATION_S == MAX_PIN_S
+
+
+@pytest.mark.parametrize("written", ["60", "s", "0s", "-1s", "1d", "721h", "1e3s", "nan", "١s", "60 s", ""])
+def test_a_bad_duration_is_refused_by_name_value_and_bound(written: str) -> None:
+    """A bare number would be a guess at its unit."""
+    with pytest.raises(ConfigError) as caught:
+        read_duration_s("--for", written)
+    bound = "a number with ms, s, m or h, such as 60s, > 0 and <= 720h"
+    assert caught.value.problems == (f"--for = {written!r}: must be {bound}",)
+
+
+def run_command(*arguments: str) -> Any:
+    app = typer.Typer(pretty_exceptions_enable=False)
+    commands.register(app)
+    return CliRunner().invoke(app, arguments)
+
+
+def test_set_names_every_bad_value_at_once_and_sends_nothing(run_dirs: Path) -> None:
+    """The messages are RouterParams' own; no graph is even looked for."""
+    result = run_command("set", "--router-temperature", "nan", "--overlap-weight", "2.5", "--for", "60")
+    assert isinstance(result.exception, ConfigError)
+    assert result.exception.problems == (
+        "router_temperature = nan: must be a finite number in [0, 100]",
+        "overlap_weight = 2.5: must be a finite number in [0, 2]",
+        "--for = '60': must be a number with ms, s, m or h, such as 60s, > 0 and <= 720h",
+    )
+
+
+def test_watch_without_a_terminal_says_what_to_use(run_dirs: Path) -> None:
+    """A live display in a pipe is of no use to anybody."""
+    announce(run_dirs, "alpha", 4001)
+    result = run_command("watch")
+    assert str(result.exception) == "standard output is no terminal: use watch --json, or status"
+
+
+@pytest.mark.parametrize(
+    ("option", "problem"),
+    [
+        (("--window", "8"), "PoaController.window = 8: must be in [16, 4096]"),
+        (("--block-size", "0"), "Common.block_size = 0: must be in [1, 4096]"),
+    ],
+)
+def test_estimate_keeps_to_the_bounds_of_the_configuration(option: tuple[str, str], problem: str) -> None:
+    """The same knob has the same range, live and replayed."""
+    assert str(run_command("estimate", "recording", *option).exception) == problem
+
+
+def test_a_recording_holds_workers_decisions_parameters_and_telemetry() -> None:
+    """Dynamo's event plane lives in the workers' namespace, ours in the graph's."""
+    assert recorded_subjects("alpha") == [
+        "namespace.alpha-workers.component.*.endpoint.*.*",
+        "poa.alpha.decisions",
+        "poa.alpha.params",
+        "poa.alpha.telemetry",
+    ]
+
+
+# What is shown
+
+
+def test_a_record_is_shown_with_every_figure_and_every_unknown() -> None:
+    """Unknown is `-` or a reason, never 0."""
+    shown = text(record_view(RECORD)).splitlines()
+    assert shown[0].startswith("graph       poa, mode active, tick 7 at ")
+    assert shown[1:7] == [
+        "regime      transition  TTFT P99 2.000 s at or over θ1 1.000 s",
+        "PoA-hat     1.500 from 64 decisions, frozen (prefill 1.750)",
+        "TTFT        P50 -, P99 -, its average - (0 samples, none)",
+        "against     baseline -, θ1 -, θ2 -",
+        "parameters  τ 0.7 ω 1, revision 3, policy, applied",
+        "load        - in flight, - arrivals/s, 0.0% refused",
+    ]
+    assert [line.split() for line in shown[8:10]] == [
+        ["pool", "workers", "silent", "KV", "used", "fullest", "queued", "running", "busy"],
+        ["prefill", "2", "0", "25.0%", "-", "-", "-", "-"],
+    ]
+    assert shown[12].split() == ["r1", "3", "heartbeat", "none", "0", "0.100", "s"]
+    assert shown[14:] == [
+        "messages    kv-events 10; -/s, the last - ago",
+        "dropped     schema 1",
+        "legs ended  none",
+        "controller  0 regime changes, 2 swaps, tick 0.0 ms, 0 failed, NATS connected",
+    ]
+
+
+def test_a_record_without_estimate_says_why_and_a_pin_how_long() -> None:
+    """PoA-hat is absent with a reason, never 1.0."""
+    record = msgspec.structs.replace(
+        RECORD,
+        poa_hat=None,
+        poa_reason="prefill: 3 decisions with candidates, 8 needed",
+        kind=ParamsKind.PIN,
+        pin_left_s=42.4,
+        wanted_router_temperature=0.8,
+        wanted_overlap_weight=0.1,
+        dwell_left_s=3.25,
+        pools={},
+        routers=(),
+    )
+    shown = text(record_view(record))
+    assert "PoA-hat     none: prefill: 3 decisions with candidates, 8 needed\n" in shown
+    wish = "the policy would set τ 0.8 ω 0.1"
+    assert f"τ 0.7 ω 1, revision 3, pin for another 42 s, applied; {wish}\n" in shown
+    assert "θ1 1.000 s (next change in 3.2 s at the earliest)\n" in shown
+    assert "no worker known\n\nno router heard\n" in shown
+
+
+def test_only_what_changed_between_two_records_is_a_line() -> None:
+    """Regime, parameters and whose they are, mode; nothing for the first record or an equal one."""
+    now = msgspec.structs.replace(
+        RECORD,
+        regime=Regime.SATURATED,
+        reason="P99 over θ2",
+        router_temperature=0.8,
+        overlap_weight=0.1,
+        revision=4,
+        mode=Mode.SHADOW,
+    )
+    assert list(changes(None, now)) == []
+    assert list(changes(RECORD, msgspec.structs.replace(RECORD, tick=8, poa_hat=2.0))) == []
+    assert [line[10:] for line in changes(RECORD, now)] == [
+        "mode active -> shadow",
+        "transition -> saturated: P99 over θ2",
+        "τ 0.7 ω 1 policy -> τ 0.8 ω 0.1 policy, revision 4",
+    ]
+
+
+async def test_a_silent_controller_is_told_apart_from_a_quiet_graph() -> None:
+    """The last record stays, with how long nothing has come; bytes that are no record do not count."""
+    clock = ManualClock()
+    feed = Feed(clock)
+    await clock.advance(2.0)
+    assert trouble(feed, TARGET, is_connected=True) == "no telemetry in namespace poa for 2 s"
+    feed.take("poa.poa.telemetry", msgspec.msgpack.encode(RECORD))
+    assert trouble(feed, TARGET, is_connected=True) == ""
+    assert text(live_view(feed, TARGET, is_connected=True)).endswith(
+        "last changes\nnone since the start of this view"
+    )
+    feed.take("poa.poa.telemetry", b"\x80")
+    await clock.advance(4.0)
+    wrong = "no telemetry in namespace poa for 4 s, 1 unreadable records"
+    assert text(live_view(feed, TARGET, is_connected=True)).splitlines()[0] == wrong
+    assert trouble(feed, TARGET, is_connected=False) == "NATS is away, connecting again, 1 unreadable records"
+
+
+async def test_a_backlog_drops_the_oldest_and_counts_them() -> None:
+    """Queues are bounded and say what they drop."""
+    feed = Feed(ManualClock(), backlog=2)
+    for tick in (1, 2, 3):
+        feed.take("", msgspec.msgpack.encode(msgspec.structs.replace(RECORD, tick=tick)))
+    assert [record.tick for record in feed.backlog] == [2, 3]
+    assert feed.missed == 1
+
+
+# Replay
+
+
+def batch(sequence: int, at_s: float, *, chosen: int, role: Role = Role.DECODE) -> bytes:
+    """Eight requests; each pair finds one worker at 1 block and the other at 3. TTFT 0.1 to 0.8 s.
+
+    Prompts are shorter than a block, so their own blocks cost nothing.
+    """
+    events: list[Any] = []
+    for number in range(8):
+        request_id = f"{sequence}-{number}"
+        cheap = number % 2  # worker 0 is cheap for even numbers
+        candidates = tuple(Candidate(worker, 0, 0, 16 if worker == cheap else 48, 0, 0) for worker in (0, 1))
+        taken = cheap if chosen < 0 else chosen
+        events.append(Chosen(request_id, role, WALL_S + at_s, WALL_S + at_s, taken, 0, 3, 1, 1, candidates))
+        events.append(FirstToken(request_id, role, WALL_S + at_s + 0.1 * (number + 1)))
+        outcome = Outcome.CANCELLED if number == 7 else Outcome.OK
+        events.append(Ended(request_id, role, WALL_S + at_s + 1.0, outcome))
+    message = DecisionBatch(router_id="r1", sequence=sequence, sent_at_s=WALL_S + at_s, events=tuple(events))
+    return msgspec.msgpack.encode(message)
+
+
+def recorded(path: Path, *messages: tuple[float, str, bytes]) -> Path:
+    with Writer(path, HEADER) as writer:
+        for at_s, subject, data in messages:
+            writer.write(WALL_S + at_s, subject, data)
+    return path
+
+
+@pytest.fixture
+def two_periods(tmp_path: Path) -> Path:
+    """Eight decisions that all took worker 0, then eight that took the cheap one six seconds later."""
+    return recorded(
+        tmp_path / "r.ndjson",
+        (0.0, "poa.poa.telemetry", b"-"),
+        (1.0, "poa.poa.decisions", batch(0, 1.0, chosen=0)),
+        (7.0, "poa.poa.decisions", batch(1, 7.0, chosen=-1)),
+        (7.5, "poa.poa.params", b"-"),
+    )
+
+
+def test_a_replay_prices_each_period_and_the_whole(two_periods: Path) -> None:
+    """Worked: all on worker 0 pays 4*1 + 4*3 = 16 against 8, so 2.0; then 8 against 8; the mean is 1.5."""
+    report = replay(two_periods, window=8, block_size=16)
+    assert [
+        (period.from_s, period.to_s, period.poa.by_role, period.poa_samples) for period in report.periods
+    ] == [
+        (0.0, 5.0, {"decode": 2.0}, {"decode": 8}),
+        (5.0, 10.0, {"decode": 1.0}, {"decode": 8}),
+    ]
+    whole = report.overall
+    assert (whole.to_s, whole.poa.poa_hat, whole.poa.samples, whole.poa.by_role) == (
+        7.5,
+        1.5,
+        16,
+        {"decode": 1.5},
+    )
+    assert whole.poa_samples == {"decode": 16}
+
+
+def test_a_window_over_both_periods_prices_them_together(two_periods: Path) -> None:
+    """Worked: 16 + 8 paid against 16 at best is 1.5, in the second period as overall."""
+    report = replay(two_periods, window=16, block_size=16)
+    assert [period.poa.poa_hat for period in report.periods] == [2.0, 1.5]
+    assert report.overall.poa.poa_hat == 1.5
+
+
+def test_the_block_size_is_what_makes_tokens_blocks(tmp_path: Path) -> None:
+    """Worked: 16 tokens queued on both, 2 blocks on worker 1: 1 against 3 at 16 tokens, 4 against 6 at 4."""
+    candidates = (Candidate(0, 0, 0, 16, 0, 0), Candidate(1, 0, 0, 16, 2, 0))
+    events = tuple(
+        Chosen(f"{number}", Role.DECODE, WALL_S, WALL_S, 1, 0, 3, 1, 1, candidates) for number in range(8)
+    )
+    data = msgspec.msgpack.encode(DecisionBatch(router_id="r", sequence=0, sent_at_s=WALL_S, events=events))
+    path = recorded(tmp_path / "r.ndjson", (0.0, "poa.poa.decisions", data))
+    # All 8 on worker 1; at best 4 and 4.
+    assert replay(path, window=16, block_size=16).overall.poa.poa_hat == 8 * 3 / (4 * 1 + 4 * 3)
+    assert replay(path, window=16, block_size=4).overall.poa.poa_hat == 8 * 6 / (4 * 4 + 4 * 6)
+
+
+def test_a_replay_reports_ttft_outcomes_and_messages(two_periods: Path) -> None:
+    """TTFT by DecisionLog: 0.1 to 0.8 s twice; P50 is the 8th of 16 values, P99 the 15th."""
+    report = replay(two_periods, window=16, block_size=16)
+    assert [period.ttft.samples for period in report.periods] == [8, 8]
+    assert report.overall.ttft.samples == 16
+    assert report.overall.ttft.p50_s == pytest.approx(0.4, abs=1e-6)
+    assert report.overall.ttft.p99_s == pytest.approx(0.8, abs=1e-6)
+    assert report.legs == {"decode": {"cancelled": 2, "ok": 14}}
+    assert report.messages == {"telemetry": 1, "decisions": 2, "params": 1}
+    assert (report.unknown, report.skipped, report.notes) == ({}, {}, {})
+
+
+def test_ttft_is_prefills_where_routers_see_no_other_leg(tmp_path: Path) -> None:
+    """router.legs = [prefill], as in the controller."""
+    path = recorded(
+        tmp_path / "r.ndjson", (0.0, "poa.poa.decisions", batch(0, 0.0, chosen=0, role=Role.PREFILL))
+    )
+    assert replay(path, window=16, block_size=16).overall.ttft.samples == 8
+
+
+def test_what_is_not_understood_is_counted_and_named(two_periods: Path) -> None:
+    """Bad lines by reason, foreign subjects by name, refused and lost decisions as what they are."""
+    with Writer(two_periods, HEADER) as writer:
+        writer.write(WALL_S + 5.0, "poa.poa.decisions", batch(0, 5.0, chosen=0))
+        writer.write(WALL_S + 4.0, "poa.poa.decisions", b"\xc1")
+        writer.write(WALL_S + 6.0, "poa.poa.decisions", batch(3, 6.0, chosen=0))
+        writer.write(WALL_S + 7.0, "other\x1b[2J", b"")
+        writer.write(
+            WALL_S + 8.0, "namespace.poa-workers.component.prefill.endpoint.generate.kv_metrics", b""
+        )
+    with two_periods.open("ab") as file:
+        file.write(b'{"t":18000')
+    report = replay(two_periods, window=16, block_size=16)
+    assert report.unknown == {"'other\\x1b[2J'": 1}
+    assert report.skipped == {"truncated": 1}
+    assert report.notes == {
+        "messages earlier than the one before": 1,
+        "decisions refused: not_msgpack": 1,
+        "decision batches lost": 2,
+    }
+    assert report.messages == {"decisions": 3, "kv_metrics": 1}
+
+
+def test_of_many_foreign_subjects_the_first_are_named(tmp_path: Path) -> None:
+    """Bounded, whatever the file holds."""
+    messages = [(0.0, f"foreign.{number}", b"") for number in range(50)]
+    report = replay(recorded(tmp_path / "r.ndjson", *messages), window=16, block_size=16)
+    assert len(report.unknown) == 21
+    assert report.unknown["others"] == 30
+
+
+def test_a_recording_without_decisions_has_no_estimate(tmp_path: Path) -> None:
+    """Absent with a reason: never NaN, never 1.0."""
+    report = replay(recorded(tmp_path / "r.ndjson"), window=16, block_size=16)
+    assert (report.overall.poa.poa_hat, report.overall.poa.reason) == (None, "no decisions")
+    assert text(report_view(report)) == (
+        "recording  0.0 s (namespace poa, dynamo-poa 0.1.0)\n"
+        "messages   none\n"
+        "PoA-hat    none: no decisions\n"
+        "TTFT       P50 -, P99 - of 0 requests"
+    )
+
+
+def test_the_same_recording_gives_the_same_report(two_periods: Path) -> None:
+    """Deterministic, to the byte; and the JSON reads back as the report."""
+    first, second = (msgspec.json.encode(replay(two_periods, window=16, block_size=16)) for _ in range(2))
+    assert first == second
+    assert msgspec.json.encode(msgspec.json.decode(first, type=Report)) == first
+
+
+def test_a_report_reads_as_a_table_of_periods(two_periods: Path) -> None:
+    """PoA-hat by leg with its samples, TTFT with its own."""
+    lines = text(report_view(replay(two_periods, window=16, block_size=16))).splitlines()
+    assert lines[:2] == [
+        "recording  7.5 s (namespace poa, dynamo-poa 0.1.0)",
+        "messages   telemetry 1, decisions 2, params 1",
+    ]
+    assert [line.split() for line in lines[3:5]] == [
+        ["0", "2.0000", "2.0000", "(8)", "0.400", "s", "0.700", "s", "8"],
+        ["5", "1.5000", "1.5000", "(16)", "0.400", "s", "0.700", "s", "8"],
+    ]
+    assert lines[5:] == [
+        "PoA-hat    1.5000 of 16 decisions (decode 1.5000); frozen, window 16, block size 16",
+        "TTFT       P50 0.400 s, P99 0.800 s of 16 requests",
+        "decode     cancelled 2, ok 14",
+    ]
+
+
+def test_a_pipe_is_refused_because_it_cannot_be_read_twice(tmp_path: Path) -> None:
+    """It would hang on the second reading."""
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(RecordingError, match=r"pipe: must be a file: it is read twice"):
+        replay(tmp_path / "pipe", window=16, block_size=16)
