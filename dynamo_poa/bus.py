@@ -35,10 +35,10 @@ PENDING_BYTES = 64 * 2**20
 OUTBOUND_BYTES = 4 * 2**20  # unsent data; refused beyond, because a full nats-py buffer blocks the caller
 CLIENT_BUFFER_BYTES = 2 * OUTBOUND_BYTES  # nats-py's own bound: out of reach
 
-# A handler gives way after so much work, one message counting its bytes plus a constant. Reading then goes
-# ahead of handling, so an overload ends in a counted drop here rather than in the server cutting us off.
-SLICE_COST = 64 * 1024
-MESSAGE_COST = 512
+# A subscription handles messages for so long, then lets the others and the reader go first. Reading then goes
+# ahead of slow handling, so an overload ends in a counted drop here rather than in the server holding back
+# the publishers and cutting us off. Fast handling gets through one read (up to 256 KiB) in a turn.
+TURN_S = 0.002
 
 KV_HISTORY = 8
 KV_VALUE_BYTES = 64 * 1024
@@ -141,19 +141,18 @@ class Bus:
         pending_bytes: int = PENDING_BYTES,
     ) -> None:
         """Call `handler(subject, data)` for each message, in order, from now on and on every connection."""
-        left = SLICE_COST
+        now_s = self._clock.monotonic_s
+        turn_ends_at_s = 0.0
 
         async def on_message(msg: Any) -> None:
-            nonlocal left
-            data = msg.data
+            nonlocal turn_ends_at_s
             try:
-                handler(msg.subject, data)
+                handler(msg.subject, msg.data)
             except Exception as error:  # the seam to code that is not ours: a bug there must not end the feed
                 self._handler_failed(subject, error)
-            left -= MESSAGE_COST + len(data)
-            if left < 0:
-                left = SLICE_COST
+            if now_s() >= turn_ends_at_s:
                 await asyncio.sleep(0)  # noqa: TID251  gives way, does not wait
+                turn_ends_at_s = now_s() + TURN_S
 
         self._add(_Interest(subject, on_message, pending_messages, pending_bytes))
 

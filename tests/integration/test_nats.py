@@ -1,8 +1,11 @@
 """The bus over a real nats-server: reconnects, hangs, overload, requests, key-value."""
 
 import asyncio
+import inspect
+import os
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from nats_server import NatsServer
@@ -21,6 +24,12 @@ def bus_at(url: str, ping_interval_s: float = 5.0) -> Bus:
 async def publish_when_connected(bus: Bus, subject: str, data: bytes) -> None:
     await bus.wait_connected(5)
     await bus.publish(subject, data)
+
+
+def coroutine_file(task: asyncio.Task[Any]) -> str:
+    coroutine = task.get_coro()
+    assert inspect.iscoroutine(coroutine)
+    return coroutine.cr_code.co_filename
 
 
 async def arrival(got: list[bytes], data: bytes) -> None:
@@ -147,8 +156,8 @@ async def test_leaving_a_hung_connection_takes_seconds_and_leaves_nothing(nats_s
                 await publish_until_refused(bus)
             started_s = time.monotonic()
         assert time.monotonic() - started_s < 3.0
-        names = [task.get_name() for task in asyncio.all_tasks() if "nats" in repr(task.get_coro())]
-        assert names == []
+        left = [task for task in asyncio.all_tasks() if f"{os.sep}nats{os.sep}" in coroutine_file(task)]
+        assert left == []
 
 
 async def test_a_flood_is_dropped_and_counted_and_other_subjects_stay_prompt(nats_server: NatsServer) -> None:
@@ -167,7 +176,8 @@ async def test_a_flood_is_dropped_and_counted_and_other_subjects_stay_prompt(nat
         late_s.append(time.perf_counter() - float(data))
 
     async with bus_at(nats_server.url) as bus, bus_at(nats_server.url) as other:
-        bus.subscribe("flood", slow, pending_messages=200)
+        # More than what one read brings: it fills up only because reading goes ahead of handling.
+        bus.subscribe("flood", slow, pending_messages=1000)
         bus.subscribe("metrics", prompt)
         await bus.wait_connected(5)
         await other.wait_connected(5)
@@ -175,11 +185,10 @@ async def test_a_flood_is_dropped_and_counted_and_other_subjects_stay_prompt(nat
             for _ in range(500):
                 await other.publish("flood", bytes(600))
             await other.publish("metrics", repr(time.perf_counter()).encode())
-            await asyncio.sleep(0.02)
         await eventually(lambda: handled + bus.dropped == 5000)
         await eventually(lambda: len(late_s) == 10)
     assert bus.dropped > 100
-    assert handled > 200
+    assert handled > 1000
     assert max(late_s) < 1.0
     assert bus.reconnects == 0
 
