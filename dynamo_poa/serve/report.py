@@ -84,7 +84,7 @@ def _parts(report: Report) -> Iterator[RenderableType]:
 
 
 def _table(report: Report) -> Table:
-    roles = sorted({role for period in report.periods for role in period.poa_samples})
+    roles = list(dict.fromkeys(role for period in report.periods for role in period.poa_samples))
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title in ("from s", "PoA-hat", *(f"{role} (n)" for role in roles), "TTFT P50", "TTFT P99", "n"):
         table.add_column(title, justify="right")
