@@ -31,6 +31,11 @@ class PausableProxy:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
+    @property
+    def connections(self) -> int:
+        """Return how many are open."""
+        return len(self._tasks)
+
     def pause(self) -> None:
         """Let nothing through any more, not even on new connections."""
         self._passing.clear()

@@ -158,6 +158,8 @@ async def test_leaving_a_hung_connection_takes_seconds_and_leaves_nothing(nats_s
         assert time.monotonic() - started_s < 3.0
         left = [task for task in asyncio.all_tasks() if f"{os.sep}nats{os.sep}" in coroutine_file(task)]
         assert left == []
+        proxy.resume()
+        await eventually(lambda: proxy.connections == 0)  # the socket is gone, not left to be read later
 
 
 async def test_a_flood_is_dropped_and_counted_and_other_subjects_stay_prompt(nats_server: NatsServer) -> None:
