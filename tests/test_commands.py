@@ -1,6 +1,5 @@
-"""Commands without a server: which graph is meant, what is refused unsent, what is shown, replay."""
+"""Commands without a server: which graph is meant, what is refused unsent, what is shown."""
 
-import io
 import os
 from pathlib import Path
 from typing import Any
@@ -9,34 +8,22 @@ import msgspec
 import pytest
 import typer
 from records import RECORD
-from rich.console import Console
+from shown import text
 from typer.testing import CliRunner
 
 from dynamo_poa.clock import ManualClock
 from dynamo_poa.control import MAX_PIN_S
-from dynamo_poa.errors import ConfigError, RecordingError
-from dynamo_poa.recording import Header, Writer
+from dynamo_poa.errors import ConfigError
 from dynamo_poa.serve import commands
 from dynamo_poa.serve.record import recorded_subjects
-from dynamo_poa.serve.replay import replay
-from dynamo_poa.serve.report import Report, report_view
 from dynamo_poa.serve.rundir import RunningGraph
 from dynamo_poa.serve.show import MAX_DURATION_S, read_duration_s
 from dynamo_poa.serve.target import Target, find_target
 from dynamo_poa.serve.view import changes, record_view
 from dynamo_poa.serve.watch import Feed, live_view, trouble
-from dynamo_poa.values import Candidate, Mode, Outcome, ParamsKind, Regime, Role
-from dynamo_poa.wire import Chosen, DecisionBatch, Ended, FirstToken
+from dynamo_poa.values import Mode, ParamsKind, Regime
 
 TARGET = Target("nats://127.0.0.1:4222", "poa")
-HEADER = Header(recording=1, namespace="poa", started_at_s=1_800_000_000.0, version="0.1.0")
-WALL_S = 1_800_000_000.0
-
-
-def text(renderable: Any) -> str:
-    stream = io.StringIO()
-    Console(file=stream, width=200, color_system=None).print(renderable)
-    return "\n".join(line.rstrip() for line in stream.getvalue().splitlines())
 
 
 # Which graph is meant
@@ -286,178 +273,3 @@ async def test_a_backlog_drops_the_oldest_and_counts_them() -> None:
         feed.take("", msgspec.msgpack.encode(msgspec.structs.replace(RECORD, tick=tick)))
     assert [record.tick for record in feed.backlog] == [2, 3]
     assert feed.missed == 1
-
-
-# Replay
-
-
-def batch(sequence: int, at_s: float, *, chosen: int, role: Role = Role.DECODE) -> bytes:
-    """Eight requests; each pair finds one worker at 1 block and the other at 3. TTFT 0.1 to 0.8 s.
-
-    Prompts are shorter than a block, so their own blocks cost nothing.
-    """
-    events: list[Any] = []
-    for number in range(8):
-        request_id = f"{sequence}-{number}"
-        cheap = number % 2  # worker 0 is cheap for even numbers
-        candidates = tuple(Candidate(worker, 0, 0, 16 if worker == cheap else 48, 0, 0) for worker in (0, 1))
-        taken = cheap if chosen < 0 else chosen
-        events.append(Chosen(request_id, role, WALL_S + at_s, WALL_S + at_s, taken, 0, 3, 1, 1, candidates))
-        events.append(FirstToken(request_id, role, WALL_S + at_s + 0.1 * (number + 1)))
-        outcome = Outcome.CANCELLED if number == 7 else Outcome.OK
-        events.append(Ended(request_id, role, WALL_S + at_s + 1.0, outcome))
-    message = DecisionBatch(router_id="r1", sequence=sequence, sent_at_s=WALL_S + at_s, events=tuple(events))
-    return msgspec.msgpack.encode(message)
-
-
-def recorded(path: Path, *messages: tuple[float, str, bytes]) -> Path:
-    with Writer(path, HEADER) as writer:
-        for at_s, subject, data in messages:
-            writer.write(WALL_S + at_s, subject, data)
-    return path
-
-
-@pytest.fixture
-def two_periods(tmp_path: Path) -> Path:
-    """Eight decisions that all took worker 0, then eight that took the cheap one six seconds later."""
-    return recorded(
-        tmp_path / "r.ndjson",
-        (0.0, "poa.poa.telemetry", b"-"),
-        (1.0, "poa.poa.decisions", batch(0, 1.0, chosen=0)),
-        (7.0, "poa.poa.decisions", batch(1, 7.0, chosen=-1)),
-        (7.5, "poa.poa.params", b"-"),
-    )
-
-
-def test_a_replay_prices_each_period_and_the_whole(two_periods: Path) -> None:
-    """Worked: all on worker 0 pays 4*1 + 4*3 = 16 against 8, so 2.0; then 8 against 8; the mean is 1.5."""
-    report = replay(two_periods, window=8, block_size=16)
-    assert [
-        (period.from_s, period.to_s, period.poa.by_role, period.poa_samples) for period in report.periods
-    ] == [
-        (0.0, 5.0, {"decode": 2.0}, {"decode": 8}),
-        (5.0, 10.0, {"decode": 1.0}, {"decode": 8}),
-    ]
-    whole = report.overall
-    assert (whole.to_s, whole.poa.poa_hat, whole.poa.samples, whole.poa.by_role) == (
-        7.5,
-        1.5,
-        16,
-        {"decode": 1.5},
-    )
-    assert whole.poa_samples == {"decode": 16}
-
-
-def test_a_window_over_both_periods_prices_them_together(two_periods: Path) -> None:
-    """Worked: 16 + 8 paid against 16 at best is 1.5, in the second period as overall."""
-    report = replay(two_periods, window=16, block_size=16)
-    assert [period.poa.poa_hat for period in report.periods] == [2.0, 1.5]
-    assert report.overall.poa.poa_hat == 1.5
-
-
-def test_the_block_size_is_what_makes_tokens_blocks(tmp_path: Path) -> None:
-    """Worked: 16 tokens queued on both, 2 blocks on worker 1: 1 against 3 at 16 tokens, 4 against 6 at 4."""
-    candidates = (Candidate(0, 0, 0, 16, 0, 0), Candidate(1, 0, 0, 16, 2, 0))
-    events = tuple(
-        Chosen(f"{number}", Role.DECODE, WALL_S, WALL_S, 1, 0, 3, 1, 1, candidates) for number in range(8)
-    )
-    data = msgspec.msgpack.encode(DecisionBatch(router_id="r", sequence=0, sent_at_s=WALL_S, events=events))
-    path = recorded(tmp_path / "r.ndjson", (0.0, "poa.poa.decisions", data))
-    # All 8 on worker 1; at best 4 and 4.
-    assert replay(path, window=16, block_size=16).overall.poa.poa_hat == 8 * 3 / (4 * 1 + 4 * 3)
-    assert replay(path, window=16, block_size=4).overall.poa.poa_hat == 8 * 6 / (4 * 4 + 4 * 6)
-
-
-def test_a_replay_reports_ttft_outcomes_and_messages(two_periods: Path) -> None:
-    """TTFT by DecisionLog: 0.1 to 0.8 s twice; P50 is the 8th of 16 values, P99 the 15th."""
-    report = replay(two_periods, window=16, block_size=16)
-    assert [period.ttft.samples for period in report.periods] == [8, 8]
-    assert report.overall.ttft.samples == 16
-    assert report.overall.ttft.p50_s == pytest.approx(0.4, abs=1e-6)
-    assert report.overall.ttft.p99_s == pytest.approx(0.8, abs=1e-6)
-    assert report.legs == {"decode": {"cancelled": 2, "ok": 14}}
-    assert report.messages == {"telemetry": 1, "decisions": 2, "params": 1}
-    assert (report.unknown, report.skipped, report.notes) == ({}, {}, {})
-
-
-def test_ttft_is_prefills_where_routers_see_no_other_leg(tmp_path: Path) -> None:
-    """router.legs = [prefill], as in the controller."""
-    path = recorded(
-        tmp_path / "r.ndjson", (0.0, "poa.poa.decisions", batch(0, 0.0, chosen=0, role=Role.PREFILL))
-    )
-    assert replay(path, window=16, block_size=16).overall.ttft.samples == 8
-
-
-def test_what_is_not_understood_is_counted_and_named(two_periods: Path) -> None:
-    """Bad lines by reason, foreign subjects by name, refused and lost decisions as what they are."""
-    with Writer(two_periods, HEADER) as writer:
-        writer.write(WALL_S + 5.0, "poa.poa.decisions", batch(0, 5.0, chosen=0))
-        writer.write(WALL_S + 4.0, "poa.poa.decisions", b"\xc1")
-        writer.write(WALL_S + 6.0, "poa.poa.decisions", batch(3, 6.0, chosen=0))
-        writer.write(WALL_S + 7.0, "other\x1b[2J", b"")
-        writer.write(
-            WALL_S + 8.0, "namespace.poa-workers.component.prefill.endpoint.generate.kv_metrics", b""
-        )
-    with two_periods.open("ab") as file:
-        file.write(b'{"t":18000')
-    report = replay(two_periods, window=16, block_size=16)
-    assert report.unknown == {"'other\\x1b[2J'": 1}
-    assert report.skipped == {"truncated": 1}
-    assert report.notes == {
-        "messages earlier than the one before": 1,
-        "decisions refused: not_msgpack": 1,
-        "decision batches lost": 2,
-    }
-    assert report.messages == {"decisions": 3, "kv_metrics": 1}
-
-
-def test_of_many_foreign_subjects_the_first_are_named(tmp_path: Path) -> None:
-    """Bounded, whatever the file holds."""
-    messages = [(0.0, f"foreign.{number}", b"") for number in range(50)]
-    report = replay(recorded(tmp_path / "r.ndjson", *messages), window=16, block_size=16)
-    assert len(report.unknown) == 21
-    assert report.unknown["others"] == 30
-
-
-def test_a_recording_without_decisions_has_no_estimate(tmp_path: Path) -> None:
-    """Absent with a reason: never NaN, never 1.0."""
-    report = replay(recorded(tmp_path / "r.ndjson"), window=16, block_size=16)
-    assert (report.overall.poa.poa_hat, report.overall.poa.reason) == (None, "no decisions")
-    assert text(report_view(report)) == (
-        "recording  0.0 s (namespace poa, dynamo-poa 0.1.0)\n"
-        "messages   none\n"
-        "PoA-hat    none: no decisions\n"
-        "TTFT       P50 -, P99 - of 0 requests"
-    )
-
-
-def test_the_same_recording_gives_the_same_report(two_periods: Path) -> None:
-    """Deterministic, to the byte; and the JSON reads back as the report."""
-    first, second = (msgspec.json.encode(replay(two_periods, window=16, block_size=16)) for _ in range(2))
-    assert first == second
-    assert msgspec.json.encode(msgspec.json.decode(first, type=Report)) == first
-
-
-def test_a_report_reads_as_a_table_of_periods(two_periods: Path) -> None:
-    """PoA-hat by leg with its samples, TTFT with its own."""
-    lines = text(report_view(replay(two_periods, window=16, block_size=16))).splitlines()
-    assert lines[:2] == [
-        "recording  7.5 s (namespace poa, dynamo-poa 0.1.0)",
-        "messages   telemetry 1, decisions 2, params 1",
-    ]
-    assert [line.split() for line in lines[3:5]] == [
-        ["0", "2.0000", "2.0000", "(8)", "0.400", "s", "0.700", "s", "8"],
-        ["5", "1.5000", "1.5000", "(16)", "0.400", "s", "0.700", "s", "8"],
-    ]
-    assert lines[5:] == [
-        "PoA-hat    1.5000 of 16 decisions (decode 1.5000); frozen, window 16, block size 16",
-        "TTFT       P50 0.400 s, P99 0.800 s of 16 requests",
-        "decode     cancelled 2, ok 14",
-    ]
-
-
-def test_a_pipe_is_refused_because_it_cannot_be_read_twice(tmp_path: Path) -> None:
-    """It would hang on the second reading."""
-    os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(RecordingError, match=r"pipe: must be a file: it is read twice"):
-        replay(tmp_path / "pipe", window=16, block_size=16)
