@@ -18,7 +18,6 @@ from dynamo_poa.bus import Bus
 from dynamo_poa.clock import Clock, SystemClock
 from dynamo_poa.config import CommonConfig, ControllerConfig, RouterConfig
 from dynamo_poa.control import ControlService
-from dynamo_poa.controller import Settings
 from dynamo_poa.decisions import DecisionLog
 from dynamo_poa.errors import BusError
 from dynamo_poa.fleet import Fleet
@@ -26,6 +25,7 @@ from dynamo_poa.loop import ControlLoop
 from dynamo_poa.params import ParamsPublisher
 from dynamo_poa.policies import make_policy
 from dynamo_poa.telemetry import BusSink, ControllerMetrics, LogSink, MetricsServer, configure_logging
+from dynamo_poa.tick import Settings
 from dynamo_poa.ttft import FrontendScraper
 from dynamo_poa.values import Role
 from dynamo_poa.wire import FORWARD_PASS_METRICS, KV_EVENTS, KV_METRICS, subject
@@ -69,7 +69,7 @@ class ControllerProcess:
         async with AsyncExitStack() as stack:
             nats_url = os.environ.get("NATS_SERVER", common.nats_url)
             bus = await stack.enter_async_context(Bus(nats_url, name=controller_id, clock=clock))
-            self._subscribe(bus, fleet, decisions)
+            listen(bus, common, fleet, decisions, clock)
             channel = ParamsPublisher(bus, common.namespace, controller_id, clock, config.mode)
             directory: list[dynamo_host.WorkerDirectory] = []
             loop = ControlLoop(
@@ -111,22 +111,6 @@ class ControllerProcess:
             stale_s=self._config.stale_s,
             block_size=self._common.block_size,
             answering=frozenset(answering),
-        )
-
-    def _subscribe(self, bus: Bus, fleet: Fleet, decisions: DecisionLog) -> None:
-        """Listen, each topic on its own subscription: a flood of one must not delay another (E8)."""
-        clock = self._clock
-
-        def on_event(topic_subject: str, data: bytes) -> None:
-            fleet.observe(topic_subject, data, clock.monotonic_s(), clock.wall_s())
-
-        for topic in (FORWARD_PASS_METRICS, KV_METRICS, KV_EVENTS):
-            bus.subscribe(
-                f"namespace.{self._common.worker_namespace}.component.*.endpoint.*.{topic}", on_event
-            )
-        bus.subscribe(
-            subject(self._common.namespace, "decisions"),
-            lambda _, data: decisions.receive(data, clock.monotonic_s()),
         )
 
     async def _frontend(self, stack: AsyncExitStack) -> FrontendScraper | None:
@@ -177,3 +161,17 @@ class ControllerProcess:
         results = await asyncio.gather(ticking, stopped, return_exceptions=True)
         if isinstance(results[0], Exception):
             raise results[0]
+
+
+def listen(bus: Bus, common: CommonConfig, fleet: Fleet, decisions: DecisionLog, clock: Clock) -> None:
+    """Subscribe to all that is watched, each topic by itself: a flood of one must not delay another (E8)."""
+
+    def on_event(topic_subject: str, data: bytes) -> None:
+        fleet.observe(topic_subject, data, clock.monotonic_s(), clock.wall_s())
+
+    for topic in (FORWARD_PASS_METRICS, KV_METRICS, KV_EVENTS):
+        bus.subscribe(f"namespace.{common.worker_namespace}.component.*.endpoint.*.{topic}", on_event)
+    bus.subscribe(
+        subject(common.namespace, "decisions"),
+        lambda _, data: decisions.receive(data, clock.monotonic_s()),
+    )

@@ -11,6 +11,9 @@ Two asymmetries carry the rules. A bad P99 proves little, because one hiccup sta
 it: upwards the value must outlast the window (`confirm_s` > `window_s`). A good P99 is a whole window of good
 requests, but may be the parameters' own doing: downwards we ask whether the *load* fell, and otherwise only
 probe, ever more rarely, so that the cure is not taken for the end of the disease.
+
+Settling time: a lasting change of load is answered within window_s + confirm_s + 3 half_life_s upwards and
+window_s + 3 half_life_s downwards, 10 s and 6 s at the defaults, and dwell_s later for a second step.
 """
 
 import math
@@ -19,6 +22,7 @@ import statistics
 import msgspec
 
 from dynamo_poa.config import RegimeConfig
+from dynamo_poa.demand import Load, compare, fell, rose
 from dynamo_poa.values import REGIMES, Applied, Regime
 
 BASELINE_READINGS = 10  # fresh windows whose median is the first baseline
@@ -27,13 +31,6 @@ BASELINE_UP_HALF_LIFE_S = 600.0  # longer than any ramp that should be noticed
 BASELINE_UP_LIMIT = 1.5  # above this share of the baseline it is load, not drift
 SHED_LIMIT = 0.01  # S8: with more than 1 % refused, TTFT of the survivors proves nothing
 RELAPSE_DWELLS = 10  # needed again this soon after it was let go, without more load: let go too early
-
-
-class Load(msgspec.Struct, frozen=True):
-    """How much is asked of the system. None is unknown."""
-
-    in_flight: int | None = None
-    arrival_rate: float | None = None  # requests/s
 
 
 class RegimeSignal(msgspec.Struct, frozen=True, kw_only=True):
@@ -160,7 +157,7 @@ def _observe(state: RegimeState, signal: RegimeSignal, limits: RegimeConfig) -> 
     if load.in_flight or load.arrival_rate or signal.fresh:
         changes["busy_at_s"] = at_s
     needed = state.needed[state.regime.level - 1] if state.regime.level else None
-    less = needed is not None and _fell(needed, load, limits)
+    less = needed is not None and fell(needed, load, limits.release_frac)
     state = msgspec.structs.replace(state, less_since_s=_since(state.less_since_s, less, at_s), **changes)
     if signal.p99_s is None or signal.samples < limits.min_samples:
         return state, False
@@ -249,8 +246,8 @@ def _too_little(
 ) -> tuple[RegimeState, Verdict]:
     """Hold, unless so little is asked of the system that TTFT cannot be judged any more."""
     if not shedding and _less_for_s(state, signal) >= limits.idle_s:
-        fell = _compare(state.needed[state.regime.level - 1], signal.load)
-        reason = f"{signal.samples} TTFT samples, too few to judge, and the load fell: {fell}"
+        loads = compare(state.needed[state.regime.level - 1], signal.load)
+        reason = f"{signal.samples} TTFT samples, too few to judge, and the load fell: {loads}"
         return _move(state, signal, limits, Verdict(reason=reason, dwell_left_s=dwell_left_s), up=False)
     if signal.p99_s is None:
         reason = "no TTFT yet" if state.average_s is None else f"no TTFT in the last {limits.window_s:g} s"
@@ -277,7 +274,7 @@ def _down(
     # Less load keeps the regimes apart by itself; without it the thresholds must.
     exit_s = theta_s if less else limits.exit_frac * theta_s
     probe_s = state.probe_s or limits.probe_s
-    loads = _compare(needed, signal.load)
+    loads = compare(needed, signal.load)
 
     def because(reason: str) -> Verdict:
         return Verdict(reason=reason, value_s=value_s, threshold_s=exit_s, dwell_left_s=dwell_left_s)
@@ -324,7 +321,12 @@ def _stepping_up(state: RegimeState, signal: RegimeSignal, limits: RegimeConfig)
     """
     target, load, let_go = REGIMES[state.regime.level + 1], signal.load, state.let_go
     soon = signal.at_s - state.let_go_at_s <= RELAPSE_DWELLS * max(limits.dwell_s, limits.confirm_s)
-    if let_go is None or target is not state.let_go_from or not soon or _rose(let_go, load, limits):
+    if (
+        let_go is None
+        or target is not state.let_go_from
+        or not soon
+        or rose(let_go, load, limits.release_frac)
+    ):
         return msgspec.structs.replace(_with_needed(state, target.level, load), probe_s=None)
     known = [count for count in (load.in_flight, let_go.in_flight) if count is not None]
     least = Load(min(known, default=None), let_go.arrival_rate)
@@ -341,37 +343,6 @@ def _stepping_down(state: RegimeState, signal: RegimeSignal) -> RegimeState:
 def _with_needed(state: RegimeState, level: int, load: Load) -> RegimeState:
     needed = (load, state.needed[1]) if level == 1 else (state.needed[0], load)
     return msgspec.structs.replace(state, needed=needed)
-
-
-def _fell(before: Load, now: Load, limits: RegimeConfig) -> bool:
-    """Tell whether the load is at most `release_frac` of what it was; unknown is no evidence.
-
-    Requests in flight decide where they are known: behind closed-loop clients the arrival rate bursts when
-    they start and falls when the system is slow, at the same load.
-    """
-    if before.in_flight is not None and now.in_flight is not None:
-        return now.in_flight <= limits.release_frac * before.in_flight
-    if before.arrival_rate is not None and now.arrival_rate is not None:
-        return now.arrival_rate <= limits.release_frac * before.arrival_rate
-    return False
-
-
-def _rose(before: Load, now: Load, limits: RegimeConfig) -> bool:
-    """Tell whether the load has grown by more than `release_frac`; unknown is no evidence.
-
-    Here the arrival rate decides: requests in flight also pile up because the system is slow.
-    """
-    if before.arrival_rate is not None and now.arrival_rate is not None:
-        return before.arrival_rate <= limits.release_frac * now.arrival_rate
-    if before.in_flight is not None and now.in_flight is not None:
-        return before.in_flight <= limits.release_frac * now.in_flight
-    return False
-
-
-def _compare(needed: Load | None, now: Load) -> str:
-    before = None if needed is None else needed.in_flight
-    shown = ["unknown" if count is None else str(count) for count in (now.in_flight, before)]
-    return f"{shown[0]} in flight, needed at {shown[1]}"
 
 
 def _dwell_left_s(state: RegimeState, signal: RegimeSignal, limits: RegimeConfig) -> float:

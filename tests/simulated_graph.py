@@ -12,12 +12,12 @@ import msgspec
 
 from dynamo_poa.clock import ManualClock
 from dynamo_poa.config import ControllerConfig, RegimeConfig
-from dynamo_poa.controller import Settings
 from dynamo_poa.decisions import DecisionLog
 from dynamo_poa.errors import ActuationError, BusError
 from dynamo_poa.fleet import Fleet
 from dynamo_poa.loop import ControlLoop
 from dynamo_poa.policies import make_policy
+from dynamo_poa.tick import Settings
 from dynamo_poa.values import Candidate, Outcome, Role, RouterParams, WorkerCard
 from dynamo_poa.wire import Chosen, DecisionBatch, Ended, FirstToken
 

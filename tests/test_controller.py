@@ -4,19 +4,11 @@ import msgspec
 import pytest
 
 from dynamo_poa.config import ControllerConfig, PolicyConfig, RegimeConfig
-from dynamo_poa.controller import (
-    ControllerState,
-    Counts,
-    Observation,
-    Settings,
-    pinned,
-    released,
-    step,
-    take_over,
-)
+from dynamo_poa.controller import pinned, released, step, take_over
 from dynamo_poa.decisions import Traffic
 from dynamo_poa.policies import make_policy
 from dynamo_poa.telemetry import RouterView
+from dynamo_poa.tick import ControllerState, Counts, Observation, Settings
 from dynamo_poa.values import Applied, Estimate, Mode, ParamsKind, Pin, Regime, RouterParams, TtftSample
 
 STATIC = (0.2, 0.9)

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynamo_poa.config import RegimeConfig
+from dynamo_poa.demand import Load
 from dynamo_poa.regime import (
     BASELINE_READINGS,
-    Load,
     RegimeSignal,
     RegimeState,
     next_regime,

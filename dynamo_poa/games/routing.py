@@ -18,6 +18,8 @@ Indices = NDArray[np.intp]
 
 # A share of 4 decisions summed from thirds arrives as 4.0000000000000009 and is still four slots.
 _ROUNDING = 1e-9
+_PRICE_ROUNDS = 60
+_PRICE_DECAY = 0.93
 
 
 class FrozenCost(NamedTuple):
@@ -82,11 +84,27 @@ def frozen_cost(cost: Floats, chosen: Indices) -> FrozenCost:
     Source:   paper, PoA-hat; exactness of slots: a transportation problem, solved by the Hungarian method.
     """
     observed = float(cost[np.arange(len(chosen)), chosen].sum())
-    slots = np.repeat(np.arange(cost.shape[1]), slots_per_worker(np.isfinite(cost)))
-    # One row per slot, padded to a square with decisions that cost nothing: the solver augments row by row,
-    # and going through equal *rows* takes a third of the time equal columns do; a non-square matrix it would
-    # turn round. Measured: 64 workers, 512 decisions, 7-14 ms against 20-35 ms.
-    by_slot = np.zeros((len(slots), len(slots)))
-    by_slot[:, : len(cost)] = cost.T[slots]
-    rows, columns = linear_sum_assignment(by_slot)
+    slots = slots_per_worker(np.isfinite(cost))
+    column_of = np.repeat(np.arange(len(slots)), slots)
+    # One column per slot, padded to a square with decisions that cost nothing. A price on a worker adds the
+    # same to every assignment, so the best one stays the best, and with fair prices the solver finds most of
+    # it at once. Measured: 64 workers, 512 decisions, 4-9 ms in all against 3-35 ms without.
+    by_slot = np.zeros((len(column_of), len(column_of)))
+    by_slot[: len(cost)] = cost[:, column_of]
+    rows, columns = linear_sum_assignment(by_slot + _fair_prices(cost, slots)[column_of])
     return FrozenCost(observed, float(by_slot[rows, columns].sum()))
+
+
+def _fair_prices(cost: Floats, slots: Indices) -> Floats:
+    """Return a price per worker under which decisions that choose freely fill about the slots there are.
+
+    A worker that is chosen too often gets dearer, one that is chosen too rarely cheaper, by ever less. How
+    close this comes decides how fast the optimum is found and not what it is.
+    """
+    prices = np.zeros(cost.shape[1])
+    step = float(cost[np.isfinite(cost)].std()) / 4
+    for _ in range(_PRICE_ROUNDS):
+        chosen = np.bincount((cost + prices).argmin(axis=1), minlength=len(slots))
+        prices += step * np.clip(chosen / np.maximum(slots, 1) - 1, -1, 1)
+        step *= _PRICE_DECAY
+    return prices

@@ -1,0 +1,103 @@
+"""What a tick sees, remembers and asks for.
+
+Owns: the records between the loop that sleeps and the step that decides.
+Does not own: what is decided on them (controller.py) or how they come about (loop.py).
+"""
+
+from collections.abc import Mapping
+
+import msgspec
+
+from dynamo_poa.config import ControllerConfig
+from dynamo_poa.decisions import Traffic
+from dynamo_poa.policies import Pair, Policy
+from dynamo_poa.regime import RegimeState
+from dynamo_poa.telemetry import RouterView, TelemetryRecord
+from dynamo_poa.values import Applied, Estimate, ParamsKind, Pin, PoolLoad, Role, RouterParams, TtftSample
+
+
+class Counts(msgspec.Struct, frozen=True, kw_only=True):
+    """Counters that are reported and not decided on."""
+
+    requests_ended: dict[str, int] = {}
+    messages_received: dict[str, int] = {}
+    messages_dropped: dict[str, int] = {}
+    message_rate: float | None = None
+    failed_ticks: int = 0
+    tick_s: float = 0.0
+
+
+class Observation(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything a tick sees.
+
+    current:        the record in force in the channel, None before the first
+    foreign:        a record somebody else wrote to the store since the last tick
+    message_age_s:  since the last message of any kind, None before the first
+    """
+
+    wall_s: float
+    monotonic_s: float
+    current: RouterParams | None = None
+    foreign: RouterParams | None = None
+    ttft: TtftSample = TtftSample()
+    estimate: Estimate = Estimate(reason="no decisions")
+    traffic: Traffic = Traffic()
+    pools: Mapping[Role, PoolLoad] = {}
+    routers: tuple[RouterView, ...] = ()
+    bus_connected: bool = True
+    message_age_s: float | None = None
+    counts: Counts = Counts()
+
+
+class ControllerState(msgspec.Struct, frozen=True, kw_only=True):
+    """What is carried from tick to tick.
+
+    pin:            an operator's, through the control service; changed by `pinned` and `released` only
+    kept_revision:  the record of an operator's outside write, kept until the regime next changes
+    announced:      this controller has published, be it only what it took over
+    last_held:      the outcome and wish last reported as held, so that it is said once
+    """
+
+    regime: RegimeState = RegimeState()
+    pin: Pin | None = None
+    kept_revision: int | None = None
+    announced: bool = False
+    tick: int = 0
+    swaps: int = 0
+    last_values: Pair | None = None
+    last_held: tuple[Applied, Pair] | None = None
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True):
+    """Something that changed, or was kept from changing; `name` is one of telemetry.py's."""
+
+    name: str
+    before: dict[str, object]
+    after: dict[str, object]
+    reason: str
+    details: dict[str, object] = {}
+
+
+class Effects(msgspec.Struct, frozen=True, kw_only=True):
+    """What a tick asks for. `publish` is None when what is in force is what should be."""
+
+    publish: RouterParams | None
+    events: tuple[Event, ...]
+    record: TelemetryRecord
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """What does not change while the controller runs. `static` is the router's own (τ, ω)."""
+
+    namespace: str
+    config: ControllerConfig
+    policy: Policy
+    static: Pair
+
+
+class Choice(msgspec.Struct, frozen=True):
+    """Parameters and who wants them."""
+
+    values: Pair
+    kind: ParamsKind
+    reason: str
