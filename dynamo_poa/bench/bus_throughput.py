@@ -99,12 +99,14 @@ def main() -> None:
 
 
 @contextlib.contextmanager
-def own_server() -> Iterator[str]:
+def own_server(jetstream: bool = False) -> Iterator[str]:
     """Yield the URL of a server on a free port."""
     with tempfile.TemporaryDirectory() as folder:
         binary = shutil.which("nats-server", path=str(Path(sys.executable).parent)) or "nats-server"
+        store = ("-js", "-sd", f"{folder}/store") if jetstream else ()
         server = subprocess.Popen(
-            [binary, "-a", "127.0.0.1", "-p", "-1", "--ports_file_dir", folder], stderr=subprocess.DEVNULL
+            [binary, "-a", "127.0.0.1", "-p", "-1", "--ports_file_dir", folder, *store],
+            stderr=subprocess.DEVNULL,
         )
         try:
             ports = Path(folder) / f"{Path(binary).name}_{server.pid}.ports"

@@ -1,0 +1,45 @@
+"""What processes cost, as the kernel counts it.
+
+Owns: reading processor time and memory of processes and of the machine.
+Does not own: which processes those are, what the numbers mean.
+Source: proc(5).
+"""
+
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+class MachineTime(NamedTuple):
+    """Processor time of the whole machine since its start, in seconds over all cores."""
+
+    busy_s: float
+    total_s: float
+
+
+def cpu_s(pid: int) -> float:
+    """Return the processor time a process has used, all threads, user and system."""
+    # The name in parentheses may hold spaces; fields are counted after it.
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
+
+
+def resident_bytes(pid: int) -> int:
+    """Return how much memory a process holds."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE_BYTES
+
+
+def machine_time() -> MachineTime:
+    """Return how long the machine's cores have been busy; guests and steal count as busy."""
+    ticks = [int(field) for field in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+    idle = ticks[3] + ticks[4]
+    return MachineTime((sum(ticks) - idle) / _TICKS_PER_S, sum(ticks) / _TICKS_PER_S)
+
+
+def busy_frac(before: MachineTime, after: MachineTime) -> float:
+    """Return the share of the machine's cores that was busy in between."""
+    total_s = after.total_s - before.total_s
+    return (after.busy_s - before.busy_s) / total_s if total_s > 0 else 0.0

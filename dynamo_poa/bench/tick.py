@@ -1,0 +1,161 @@
+"""What one controller tick costs with many workers and a full window.
+
+Owns: filling the loop's inputs, timing its ticks, the figure.
+Does not own: the loop, which runs as it does in its process: real bus, store, fleet, decisions and sinks.
+Invariant: between two ticks time moves by one period and new traffic comes, so that no tick sees nothing new.
+"""
+
+import os
+import random
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import structlog
+import uvloop
+
+from dynamo_poa.bench.bus_throughput import own_server
+from dynamo_poa.bench.report import Figure, MeasurementError, at_most
+from dynamo_poa.bench.story import quantile
+from dynamo_poa.bench.traffic import Traffic
+from dynamo_poa.bus import Bus
+from dynamo_poa.clock import ManualClock, SystemClock
+from dynamo_poa.config import CommonConfig, ControllerConfig, RouterConfig
+from dynamo_poa.decisions import DecisionLog
+from dynamo_poa.fleet import Fleet
+from dynamo_poa.loop import ControlLoop
+from dynamo_poa.params import ParamsPublisher
+from dynamo_poa.policies import make_policy
+from dynamo_poa.telemetry import BusSink, ControllerMetrics, LogSink
+from dynamo_poa.tick import Settings
+from dynamo_poa.values import Role, WorkerCard
+
+WORKERS = 64
+WINDOW = 512
+BLOCKS = 4096
+WARM_UP_TICKS = 20
+REQUESTS_PER_TICK = 32  # new decisions between two ticks: 128 a second
+GOAL_MS = 20.0
+KINDS = (
+    ("aggregated", (Role.AGGREGATED,), True),
+    ("disaggregated", (Role.PREFILL, Role.DECODE), True),
+    ("no estimate", (Role.AGGREGATED,), False),
+)
+
+
+def measure(ticks: int, say: Callable[[str], None]) -> Figure:
+    """Time so many ticks of each kind.
+
+    Raises:  MeasurementError when the ticks did not see what they should.
+    """
+    found = {}
+    with own_server(jetstream=True) as url, Path(os.devnull).open("w") as nowhere:
+        log = structlog.wrap_logger(
+            structlog.PrintLogger(nowhere), processors=[structlog.processors.JSONRenderer()]
+        )
+        for kind, roles, estimates in KINDS:
+            found[kind] = uvloop.run(_ticks(url, log, ticks, roles, estimates=estimates))
+            say(f"{kind}: median {statistics.median(found[kind]) * 1e3:.1f} ms")
+    return figure(found)
+
+
+def figure(found: dict[str, list[float]]) -> Figure:
+    """Turn CPU seconds of each kind of tick into the figure."""
+    config = ControllerConfig()
+    every = config.estimate_s / config.tick_s
+    measures = []
+    for kind, spent_s in found.items():
+        key = kind.replace(" ", "_")
+        for name, value_s in (
+            ("median", quantile(spent_s, 0.5)),
+            ("P99", quantile(spent_s, 0.99)),
+            ("worst", max(spent_s)),
+        ):
+            what = f"{kind}: {name}"
+            measures.append(at_most(f"{key}_{name.lower()}_ms", what, value_s * 1e3, "ms", GOAL_MS))
+    return Figure(
+        name="tick",
+        title=f"CPU of a controller tick, {WORKERS} workers, window of {WINDOW} decisions",
+        measures=tuple(measures),
+        conditions=(
+            f"{len(found['aggregated'])} ticks each; by default one tick in {every:g} makes an estimate; a "
+            f"disaggregated graph has a window of {WINDOW} for each leg",
+            f"between ticks {3 * WORKERS} messages and {REQUESTS_PER_TICK} requests arrive, not timed; "
+            "store, heartbeat, log line, telemetry and metrics sinks are",
+        ),
+    )
+
+
+async def _ticks(url: str, log: Any, ticks: int, roles: tuple[Role, ...], *, estimates: bool) -> list[float]:
+    """Return the CPU seconds of each tick."""
+    common, router, rng, clock = CommonConfig(), RouterConfig(), random.Random(1), ManualClock()
+    config = ControllerConfig(window=WINDOW, tick_s=0.25, estimate_s=0.25 if estimates else 60.0)
+    share = WORKERS // len(roles)
+    pools = {role: [rng.getrandbits(64) for _ in range(share)] for role in roles}
+    traffic = Traffic(pools, common, blocks=BLOCKS, rng=rng)
+    fleet = Fleet(common.worker_namespace, config.stale_s)
+    decisions = DecisionLog(
+        window=WINDOW,
+        ttft_window_s=config.regime.window_s,
+        stale_s=config.stale_s,
+        block_size=common.block_size,
+    )
+    cards = [
+        WorkerCard(worker_id=worker, role=role, kv_block_size=common.block_size, total_kv_blocks=BLOCKS)
+        for role, workers in pools.items()
+        for worker in workers
+    ]
+    metrics = ControllerMetrics(lambda: fleet.workers(clock.monotonic_s()))
+    static = (router.router_temperature, router.overlap_weight)
+    async with Bus(url, name="bench-tick", clock=SystemClock()) as bus:
+        await bus.wait_connected(10.0)
+        loop = ControlLoop(
+            Settings(
+                namespace=common.namespace,
+                config=config,
+                policy=make_policy(config.policy, static),
+                static=static,
+            ),
+            clock=clock,
+            bus=bus,
+            channel=ParamsPublisher(bus, common.namespace, "bench", clock, config.mode),
+            fleet=fleet,
+            decisions=decisions,
+            cards=lambda: cards,
+            sinks=(LogSink(log), BusSink(bus, common.namespace), metrics),
+        )
+        await loop.tick()  # takes the cards; later traffic then finds its workers
+        _feed(traffic, fleet, decisions, clock, WINDOW)
+        spent_s = []
+        for number in range(-WARM_UP_TICKS, ticks):
+            await clock.advance(config.tick_s)
+            _feed(traffic, fleet, decisions, clock, REQUESTS_PER_TICK)
+            before_s = time.process_time()
+            await loop.tick()
+            if number >= 0:
+                spent_s.append(time.process_time() - before_s)
+    record = loop.latest
+    expected = WINDOW * len(roles) if estimates else 0
+    if record is None or record.poa_samples != expected or fleet.dropped:
+        raise MeasurementError(f"ticks did not see {expected} decisions, or messages were dropped: {record}")
+    return spent_s
+
+
+def _feed(
+    traffic: Traffic,
+    fleet: Fleet,
+    decisions: DecisionLog,
+    clock: ManualClock,
+    requests: int,
+) -> None:
+    at_s, wall_s = clock.monotonic_s(), clock.wall_s()
+    for worker in traffic.workers:
+        for message in (
+            traffic.forward_pass(worker, wall_s),
+            traffic.kv_metrics(worker, wall_s),
+            traffic.kv_event(worker, wall_s),
+        ):
+            fleet.observe(message.subject, message.data, at_s, wall_s)
+    decisions.receive(traffic.decision_batch(requests, wall_s).data, at_s)
