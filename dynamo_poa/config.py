@@ -188,6 +188,11 @@ class RouterConfig(Section, frozen=True, kw_only=True):
         int, Knob("/metrics and /health on loopback; 0 picks a free one", low=0, high=65535)
     ] = 0
 
+    @property
+    def exposes_decode(self) -> bool:
+        """Tell whether decode workers stand in the frontend's own namespace, since no router of ours does."""
+        return self.legs == ("prefill",)
+
 
 class RegimeConfig(Section, frozen=True, kw_only=True):
     """When the load regime changes: `PoaController.regime`."""

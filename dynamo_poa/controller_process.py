@@ -63,13 +63,14 @@ class ControllerProcess:
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._stop.set)
         controller_id = f"controller-{os.getpid()}"
-        fleet = Fleet(common.worker_namespace, config.stale_s)
+        exposed = common.namespace if self._router.exposes_decode else None
+        fleet = Fleet(common.worker_namespace, config.stale_s, exposed=exposed)
         decisions = self._decision_log()
         metrics = ControllerMetrics(lambda: fleet.workers(clock.monotonic_s()))
         async with AsyncExitStack() as stack:
             nats_url = os.environ.get("NATS_SERVER", common.nats_url)
             bus = await stack.enter_async_context(Bus(nats_url, name=controller_id, clock=clock))
-            listen(bus, common, fleet, decisions, clock)
+            listen(bus, common, fleet, decisions, clock, exposed)
             channel = ParamsPublisher(bus, common.namespace, controller_id, clock, config.mode)
             directory: list[dynamo_host.WorkerDirectory] = []
             loop = ControlLoop(
@@ -103,8 +104,7 @@ class ControllerProcess:
         )
 
     def _decision_log(self) -> DecisionLog:
-        only_prefill = self._router.legs == ("prefill",)
-        answering = {Role.PREFILL} if only_prefill else {Role.DECODE, Role.AGGREGATED}
+        answering = {Role.PREFILL} if self._router.exposes_decode else {Role.DECODE, Role.AGGREGATED}
         return DecisionLog(
             window=self._config.window,
             ttft_window_s=self._config.regime.window_s,
@@ -149,6 +149,8 @@ class ControllerProcess:
         runtime = dynamo_host.open_runtime()
         stack.callback(runtime.shutdown)
         endpoints = {role: self._common.worker_endpoint(role) for role in Role}
+        if self._router.exposes_decode:
+            endpoints[Role.DECODE] = self._common.router_endpoint(Role.DECODE)
         return await stack.enter_async_context(dynamo_host.WorkerDirectory(runtime, endpoints, self._clock))
 
     async def _until_stopped(self, loop: ControlLoop) -> None:
@@ -163,14 +165,22 @@ class ControllerProcess:
             raise results[0]
 
 
-def listen(bus: Bus, common: CommonConfig, fleet: Fleet, decisions: DecisionLog, clock: Clock) -> None:
+def listen(
+    bus: Bus,
+    common: CommonConfig,
+    fleet: Fleet,
+    decisions: DecisionLog,
+    clock: Clock,
+    exposed: str | None = None,
+) -> None:
     """Subscribe to all that is watched, each topic by itself: a flood of one must not delay another (E8)."""
 
     def on_event(topic_subject: str, data: bytes) -> None:
         fleet.observe(topic_subject, data, clock.monotonic_s(), clock.wall_s())
 
     for topic in (FORWARD_PASS_METRICS, KV_METRICS, KV_EVENTS):
-        bus.subscribe(f"namespace.{common.worker_namespace}.component.*.endpoint.*.{topic}", on_event)
+        for namespace in filter(None, (common.worker_namespace, exposed)):
+            bus.subscribe(f"namespace.{namespace}.component.*.endpoint.*.{topic}", on_event)
     bus.subscribe(
         subject(common.namespace, "decisions"),
         lambda _, data: decisions.receive(data, clock.monotonic_s()),

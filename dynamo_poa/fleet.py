@@ -89,11 +89,12 @@ class Fleet:
     last_message_at_s:  when the last message of our namespace came, None before the first
     """
 
-    def __init__(self, namespace: str, stale_s: float) -> None:
+    def __init__(self, namespace: str, stale_s: float, *, exposed: str | None = None) -> None:
+        """Watch a namespace, and a second one where workers stand that the frontend sees directly."""
         self.received: Counter[str] = Counter()
         self.dropped: Counter[str] = Counter()
         self.last_message_at_s: float | None = None
-        self._namespace = namespace
+        self._namespaces = {namespace, exposed}
         self._stale_s = stale_s
         self._workers: dict[int, _Worker] = {}
         self._publishers: dict[tuple[int, str], Publisher] = {}
@@ -107,7 +108,7 @@ class Fleet:
         """Take one message off the wire; return it decoded, None when refused or of another namespace."""
         try:
             # The namespace first: what belongs to others is not even looked into.
-            if parse_subject(subject).namespace != self._namespace:
+            if parse_subject(subject).namespace not in self._namespaces:
                 self.dropped["foreign"] += 1
                 return None
             message = decode_dynamo(subject, data)

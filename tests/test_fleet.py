@@ -507,3 +507,14 @@ def test_made_up_workers_and_publishers_cost_bounded_memory() -> None:
     fleet.take_notices(AT_S + STALE_S + 1)
     assert (fleet._pending_bytes, len(fleet._pending), len(fleet._publishers)) == (0, 0, 0)
     assert one(fleet, AT_S + STALE_S + 1).active_decode_blocks is None
+
+
+def test_workers_the_frontend_sees_directly_are_watched_beside_the_others() -> None:
+    """With `legs: [prefill]` decode workers live in the frontend's own namespace; others stay foreign."""
+    fleet = Fleet("poa-workers", 30.0, exposed="poa")
+    for namespace in ("poa-workers", "poa", "po", "poa-b"):
+        fleet.observe(
+            f"namespace.{namespace}.component.backend.endpoint.generate.kv_metrics", b"\xc1", 0.0, 0.0
+        )
+    assert fleet.dropped["foreign"] == 2
+    assert fleet.dropped["not_msgpack"] == 2

@@ -19,8 +19,8 @@ import graphs
 from dynamo_poa.config import CommonConfig, FrontendConfig, RouterConfig, Section, WorkerConfig, read_section
 from dynamo_poa.errors import ConfigError
 from dynamo_poa.serve.graph import Graph
-from dynamo_poa.yaml12 import load_yaml
 from dynamo_poa.values import Role
+from dynamo_poa.yaml12 import load_yaml
 
 T = TypeVar("T", bound=Section)
 
