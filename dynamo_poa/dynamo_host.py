@@ -282,3 +282,13 @@ async def register(
         kv_cache_block_size=common.block_size,
         runtime_config=own,
     )
+
+
+async def leave(endpoints: list[Any]) -> None:
+    """Take endpoints out of discovery while they go on serving. Source: host: graceful_shutdown.py."""
+    left = await asyncio.gather(
+        *(endpoint.unregister_endpoint_instance() for endpoint in endpoints), return_exceptions=True
+    )
+    for error in left:
+        if isinstance(error, Exception):  # discovery is away: the frontend finds out by itself
+            log.warning("poa.endpoint.unregistered", error=str(error))

@@ -32,6 +32,9 @@ from dynamo_poa.values import ParamsKind, Role, RouterParams
 log = structlog.get_logger(__name__)
 BUS_WAIT_S = 5.0  # Dynamo itself needs NATS to start; a bus away for longer has its own trouble
 WAITING_SAID_S = 10.0
+# From leaving discovery until no frontend sends here any more. Measured: discovery's file watch takes 50 ms;
+# a request that comes after the handler has gone is a 500.
+LEAVE_S = 0.5
 
 
 class RouterProcess:
@@ -43,6 +46,7 @@ class RouterProcess:
         self._router_id = f"router-{replica}-{os.getpid()}"
         self._clock: Clock = SystemClock()
         self._stop = asyncio.Event()
+        self._endpoints: list[Any] = []  # ours, as the frontend sees them
 
     async def serve(self) -> None:
         """Serve the configured legs until SIGTERM or SIGINT, then let running requests finish."""
@@ -156,6 +160,7 @@ class RouterProcess:
                 clock=clock,
             )
             endpoint = runtime.endpoint(common.router_endpoint(role))
+            self._endpoints.append(endpoint)
             serving.append(asyncio.ensure_future(endpoint.serve_endpoint(leg.generate)))
             await dynamo_host.register(
                 endpoint, role, common, directory.raw_card(role), bootstrap=handovers is not None
@@ -184,8 +189,10 @@ class RouterProcess:
     async def _drain(
         self, runtimes: dict[Role, Any], serving: list[asyncio.Future[None]], stats: RouterStats
     ) -> None:
-        """Leave discovery at once and let running requests finish for up to `drain_s`."""
+        """Leave discovery at once, serve what is still sent here, let it finish for up to `drain_s`."""
         log.info("poa.router.draining", in_flight=sum(stats.in_flight.values()))
+        await dynamo_host.leave(self._endpoints)
+        await self._clock.sleep(LEAVE_S)
         for runtime in runtimes.values():
             runtime.shutdown()
         _, running = await asyncio.wait(serving, timeout=self._config.drain_s)
