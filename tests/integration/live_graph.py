@@ -128,6 +128,10 @@ class LiveGraph:
         """Return the prompt tokens that a component's workers have computed so far."""
         return sum(done.prefill_tokens for at, done in self.passes if at == component)
 
+    def distinct_passes(self) -> int:
+        """Return how many forward passes have been announced, each counted once."""
+        return sum(len(set(ids)) for ids in self.counters.values())
+
     async def complete(self, prompt: Prompt) -> Result:
         """Send one streamed completion of exact tokens."""
         return await self.client.complete(prompt)
@@ -253,13 +257,19 @@ class LiveGraph:
         seen = len(self.telemetry)
         return await eventually(lambda: any(condition(record) for record in self.telemetry[seen:]), within_s)
 
-    async def idle(self, within_s: float = 10.0) -> None:
-        """Wait until no router serves anything, all of it has been reported, and no worker is booked."""
+    async def idle(self, within_s: float = 10.0, *, gone: int | None = None) -> None:
+        """Wait until no router serves anything, all of it has been reported, and no worker is booked.
+
+        Args:     gone: a worker that discovery has dropped: Dynamo says no more of its bookings.
+        """
         for process in self.running.metrics_urls:
             if process.startswith("router"):
                 await self.metrics_until(process, _serves_nothing, within_s)
         await self.until(lambda record: record.in_flight == 0, within_s)  # a tick later: batches have come
-        await eventually(lambda: not any(self.booked.values()), within_s)
+        await eventually(
+            lambda: not any(count for (_, worker, _), count in self.booked.items() if worker != gone),
+            within_s,
+        )
 
     @asynccontextmanager
     async def held_down(self, process: str) -> AsyncIterator[None]:
