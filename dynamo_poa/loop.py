@@ -41,6 +41,7 @@ class ParamsChannel(Protocol):
     """What the loop needs of params.ParamsPublisher."""
 
     current: RouterParams | None
+    refused: Counter[str]
 
     async def load(self) -> RouterParams | None:
         """Return the stored record, None when there is none."""
@@ -293,6 +294,7 @@ class ControlLoop:
             ended[outcome] = ended.get(outcome, 0) + count
         return Counts(
             requests_ended=ended,
+            params_refused=dict(self._channel.refused),
             messages_received=received,
             messages_dropped=dropped | {name: count for name, count in lost.items() if count},
             message_rate=self._rate.update(sum(received.values()), at_s),

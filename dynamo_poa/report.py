@@ -117,6 +117,7 @@ def telemetry_record(
         pools={str(role): pool for role, pool in seen.pools.items()},
         routers=seen.routers,
         requests_ended=seen.counts.requests_ended,
+        params_refused=seen.counts.params_refused,
         messages_received=seen.counts.messages_received,
         messages_dropped=seen.counts.messages_dropped,
         message_rate=seen.counts.message_rate,

@@ -67,6 +67,7 @@ class TelemetryRecord(msgspec.Struct, frozen=True, kw_only=True):
     poa_by_role:      per leg; `poa_reason` names what an absent one lacks
     in_flight:        requests, over all legs
     swaps:            changes of τ or ω that reached the channel since the controller started
+    params_refused:   records in the store that were not taken, by reason
     messages_*:       of the event plane, cumulative, by topic and by reason
     message_age_s:    since the last message of any kind
     tick_s:           computing time of the tick before
@@ -106,6 +107,7 @@ class TelemetryRecord(msgspec.Struct, frozen=True, kw_only=True):
     pools: dict[str, PoolLoad] = {}
     routers: tuple[RouterView, ...] = ()
     requests_ended: dict[str, int] = {}
+    params_refused: dict[str, int] = {}
     messages_received: dict[str, int] = {}
     messages_dropped: dict[str, int] = {}
     message_rate: float | None = None
@@ -259,6 +261,7 @@ def _labelled(name: str, help_text: str, label: str, values: dict[Any, Any]) -> 
 def _counters(record: TelemetryRecord, outcomes: Counter[str]) -> Iterator[Metric]:
     for name, help_text, label, counts in (
         ("poa_params_applied", "ticks by what became of their wish", "outcome", outcomes),
+        ("poa_params_refused", "records in the store not taken", "reason", record.params_refused),
         ("poa_messages_received", "event-plane messages taken in", "topic", record.messages_received),
         ("poa_messages_dropped", "messages dropped", "reason", record.messages_dropped),
         ("poa_requests_ended", "legs that ended", "outcome", record.requests_ended),

@@ -20,6 +20,7 @@ class Counts(msgspec.Struct, frozen=True, kw_only=True):
     """Counters that are reported and not decided on."""
 
     requests_ended: dict[str, int] = {}
+    params_refused: dict[str, int] = {}
     messages_received: dict[str, int] = {}
     messages_dropped: dict[str, int] = {}
     message_rate: float | None = None

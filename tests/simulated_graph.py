@@ -6,6 +6,7 @@ from the wire's batch to the published record.
 """
 
 import asyncio
+from collections import Counter
 from contextlib import asynccontextmanager
 
 import msgspec
@@ -37,6 +38,7 @@ class FakeChannel:
 
     def __init__(self, bus, clock, stored=None):
         self.current = None
+        self.refused = Counter()
         self.stored = stored
         self.written = []
         self.heartbeats = []
