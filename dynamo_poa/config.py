@@ -146,7 +146,7 @@ class RouterConfig(Section, frozen=True, kw_only=True):
         ),
     ] = ("prefill", "decode")
     replicas: Annotated[int, Knob("router processes", low=1, high=64)] = 1
-    min_prefill_workers: Annotated[int, Knob("registers only when so many are there", low=0, high=1024)] = 1
+    min_prefill_workers: Annotated[int, Knob("registers only when so many are there", low=1, high=1024)] = 1
     min_decode_workers: Annotated[
         int, Knob("the same for decode or aggregated workers", low=1, high=1024)
     ] = 1

@@ -72,10 +72,22 @@ def router_override(
 
 
 class WorkerDirectory:
-    """Which workers of some endpoints are alive, with their model cards; a live snapshot, read in O(1)."""
+    """Which workers of some endpoints are alive, with their model cards; a live snapshot, read in O(1).
 
-    def __init__(self, runtime: DistributedRuntime, endpoints: dict[Role, str], clock: Clock) -> None:
+    block_size:  workers with another one are refused: KvRouter would find no overlap and say nothing (E6);
+                 None takes any
+    """
+
+    def __init__(
+        self,
+        runtime: DistributedRuntime,
+        endpoints: dict[Role, str],
+        clock: Clock,
+        *,
+        block_size: int | None = None,
+    ) -> None:
         self._runtime, self._endpoints, self._clock = runtime, endpoints, clock
+        self._block_size = block_size
         self._cards: dict[int, WorkerCard] = {}
         self._raw: dict[int, dict[str, Any]] = {}
         self._refused: set[int] = set()
@@ -140,6 +152,14 @@ class WorkerDirectory:
         except (ValueError, WireError) as error:
             self._refused.add(worker_id)  # once is enough: a card does not change
             log.warning("poa.card.refused", worker_id=str(worker_id), error=str(error))
+            return None
+        if self._block_size not in (None, card.kv_block_size):
+            self._refused.add(worker_id)
+            log.error(
+                "poa.card.refused",
+                worker_id=str(worker_id),
+                error=f"its KV block size is {card.kv_block_size}, Common.block_size = {self._block_size}",
+            )
             return None
         self._raw[worker_id] = raw
         return card

@@ -81,7 +81,10 @@ class RouterProcess:
             runtimes = {role: dynamo_host.open_runtime() for role in self._roles}
             directory = await stack.enter_async_context(
                 dynamo_host.WorkerDirectory(
-                    runtimes[self._roles[0]], {role: common.worker_endpoint(role) for role in runtimes}, clock
+                    runtimes[self._roles[0]],
+                    {role: common.worker_endpoint(role) for role in runtimes},
+                    clock,
+                    block_size=common.block_size,
                 )
             )
             if await self._workers_came(directory):
@@ -96,7 +99,7 @@ class RouterProcess:
         """Wait until every leg has its workers: registered without them, each request would fail."""
         needed = dict.fromkeys(self._roles, self._config.min_decode_workers)
         if Role.PREFILL in needed:
-            needed[Role.PREFILL] = max(self._config.min_prefill_workers, 1)
+            needed[Role.PREFILL] = self._config.min_prefill_workers
         said_at_s = self._clock.monotonic_s()
         while any(directory.count(role) < count for role, count in needed.items()):
             if self._stop.is_set():

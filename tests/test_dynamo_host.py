@@ -1,11 +1,14 @@
 """How the parameters become Dynamo's override, and what its plain exceptions mean."""
 
+import json
 from typing import Any
 
 import pytest
 from fakes import A
+from structlog.testing import capture_logs
 
-from dynamo_poa.dynamo_host import DECODE_OVERRIDE, WorkerPool, router_override
+from dynamo_poa.clock import ManualClock
+from dynamo_poa.dynamo_host import DECODE_OVERRIDE, WorkerDirectory, WorkerPool, router_override
 from dynamo_poa.errors import WorkerUnreachable
 from dynamo_poa.values import Candidate, Role, RouterParams, WorkerKey
 
@@ -109,3 +112,39 @@ async def test_other_errors_stay_what_they_are() -> None:
         await WorkerPool(None, Client("max_output_tokens must be specified"), Role.DECODE).send(
             {}, WorkerKey(A, 0), None
         )
+
+
+class Cards:
+    def __init__(self, **block_sizes: int) -> None:
+        self._cards = {
+            worker.removeprefix("w"): json.dumps(
+                {
+                    "worker_type": "decode",
+                    "kv_cache_block_size": size,
+                    "runtime_config": {},
+                    "display_name": "m",
+                }
+            )
+            for worker, size in block_sizes.items()
+        }
+
+    def get_model_cards(self) -> dict[str, str]:
+        return self._cards
+
+    def instance_ids(self) -> list[int]:
+        return [int(worker) for worker in self._cards]
+
+
+def test_a_worker_with_another_block_size_is_refused_once_naming_both_sizes() -> None:
+    """Overlap would always be zero without an error. Source: case E6, measured."""
+    directory = WorkerDirectory(None, {}, ManualClock(), block_size=16)
+    cards = Cards(w1=16, w2=64)
+    directory._watches = [(cards, cards)]
+    with capture_logs() as logs:
+        directory.refresh()
+        directory.refresh()
+    assert [card.worker_id for card in directory.cards()] == [1]
+    assert directory.count(Role.DECODE) == 1
+    assert [(line["worker_id"], line["error"]) for line in logs] == [
+        ("2", "its KV block size is 64, Common.block_size = 16")
+    ]
