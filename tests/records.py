@@ -23,6 +23,7 @@ RECORD = TelemetryRecord(
     pools={"prefill": PoolLoad(role=Role.PREFILL, workers=2, kv_used_frac=0.25)},
     routers=(RouterView(router_id="r1", revision=3, source="heartbeat", dropped=0, in_flight={}, age_s=0.1),),
     messages_received={"kv-events": 10},
+    params_refused={"not_finite": 2},
     messages_dropped={"schema": 1},
     bus_connected=True,
     swaps=2,

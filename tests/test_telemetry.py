@@ -89,6 +89,7 @@ async def test_metrics_say_what_the_record_says():
     assert samples["poa_pool_kv_used_frac", ("role", "prefill")] == 0.25
     assert samples["poa_params_applied_total", ("outcome", "applied")] == 1
     assert samples["poa_messages_dropped_total", ("reason", "schema")] == 1
+    assert samples["poa_params_refused_total", ("reason", "not_finite")] == 2
     assert samples["poa_params_swaps_total",] == 2
 
 
