@@ -12,7 +12,7 @@ import contextlib
 import os
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, NamedTuple
 from urllib.parse import urlsplit
@@ -74,21 +74,30 @@ def demo(
     verbose: Annotated[bool, typer.Option(help="show the output of every process")] = False,
 ) -> None:
     """Serve a graph on mock workers, ramp load over the knee and back, tell what happens."""
+    report = run(json_file, verbose)
+    raise typer.Exit(0 if report.went_up_and_down and not report.failed_requests else 1)
+
+
+def run(json_file: Path | None = None, verbose: bool = False, phases: Sequence[Phase] = PHASES) -> DemoReport:
+    """Do all of the demo but judge it.
+
+    Raises:  ConfigError when the result could not be written.
+    """
     from dynamo_poa.serve.prepare import make_plan
 
     if json_file is not None and not json_file.parent.is_dir():
         raise ConfigError([f"--json = {str(json_file)!r}: its folder must exist"])
     console = Console(width=None if sys.stdout.isatty() else 120)
     plan = make_plan("graphs.disagg_poa:Frontend", "graphs/disagg_poa.yaml", OVERRIDES)
-    report = asyncio.run(_run(plan, console, verbose))
+    report = asyncio.run(_run(plan, console, verbose, phases))
     console.print(table(report))
     console.print(_summary(report), highlight=False)
     if json_file is not None:
         json_file.write_bytes(msgspec.json.format(msgspec.json.encode(report)) + b"\n")
-    raise typer.Exit(0 if report.went_up_and_down and not report.failed_requests else 1)
+    return report
 
 
-async def _run(plan: Plan, console: Console, verbose: bool) -> DemoReport:
+async def _run(plan: Plan, console: Console, verbose: bool, phases: Sequence[Phase]) -> DemoReport:
     clock = SystemClock()
     started_at_s = clock.monotonic_s()
     recent: deque[str] = deque(maxlen=40)
@@ -116,7 +125,7 @@ async def _run(plan: Plan, console: Console, verbose: bool) -> DemoReport:
         _listen(bus, plan.namespace, story, tell)
         await bus.wait_connected(10.0)
         console.print(f"ready: {running.http_url}/v1/chat/completions")
-        busy_frac = await _ramp(client, story, clock, console)
+        busy_frac = await _ramp(client, story, clock, console, phases)
         return story.report(cpu_busy_frac=busy_frac, seconds=clock.monotonic_s() - started_at_s)
 
 
@@ -138,12 +147,14 @@ def _listen(bus: Bus, namespace: str, story: Story, tell: Callable[[str], None])
     )
 
 
-async def _ramp(client: LoadClient, story: Story, clock: Clock, console: Console) -> float:
+async def _ramp(
+    client: LoadClient, story: Story, clock: Clock, console: Console, phases: Sequence[Phase]
+) -> float:
     """Drive all phases; return the share of the busiest phase in which the processors were busy."""
     source = prompts(prompt_tokens=1024, max_tokens=16, templates=5, shared_frac=0.25, seed=1)
     loop = ClosedLoop(client, source, story.on_result, clock)
     busiest = 0.0
-    for phase in PHASES:
+    for phase in phases:
         story.begin(phase.name, phase.concurrency, clock.monotonic_s())
         loop.resize(phase.concurrency)
         before = _cpu_times()
@@ -153,7 +164,7 @@ async def _ramp(client: LoadClient, story: Story, clock: Clock, console: Console
                 show(_line(phase, left_s, story))
                 await clock.sleep(min(left_s, 0.5))
         busiest = max(busiest, _busy_frac(before, _cpu_times()))
-        if phase is PHASES[-1]:
+        if phase is phases[-1]:
             await loop.finish()
         done = story.end(clock.monotonic_s())
         console.print(

@@ -1,0 +1,32 @@
+"""The demo's machinery from end to end, with phases too short for a regime to change."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dynamo_poa.bench.demo import Phase, run
+
+pytestmark = pytest.mark.dynamo
+
+PHASES = (Phase("calm", 3, 3), Phase("peak", 12, 3), Phase("calm again", 3, 3))
+
+
+def test_the_demo_writes_what_it_saw(tmp_path: Path) -> None:
+    """Issue: the JSON object of `make demo ARGS="--json FILE"`; what a regime does is not asked here."""
+    report = run(tmp_path / "demo.json", phases=PHASES)
+    written = json.loads((tmp_path / "demo.json").read_text())
+    assert {"swaps", "swap_latency_s", "failed_requests", "bottleneck", "seconds", "phases"} <= written.keys()
+    assert (written["failed_requests"], written["swaps"]) == (0, report.swaps)
+    assert written["swap_latency_s"].keys() == {"median", "max"}
+    assert written["bottleneck"] in ("simulated-gpu", "cpu")
+    assert 9 < written["seconds"] < 120
+    assert [phase["name"] for phase in written["phases"]] == ["calm", "peak", "calm again"]
+    for phase in written["phases"]:
+        assert phase["requests"] > 0
+        assert 0 < phase["ttft_p50_s"] <= phase["ttft_p99_s"] < 30
+        assert phase["throughput_rps"] > 0
+        assert phase["poa_hat"] is None or phase["poa_hat"] >= 1
+        assert phase["regime"] in ("below", "transition", "saturated")
+        assert (phase["router_temperature"], phase["overlap_weight"]) != (None, None)
+    assert written["phases"][-1]["poa_hat"] is not None
