@@ -27,6 +27,7 @@ from dynamo_poa.clock import SystemClock
 from dynamo_poa.config import CommonConfig
 from dynamo_poa.decisions import DecisionLog
 from dynamo_poa.fleet import Fleet
+from dynamo_poa.telemetry import configure_logging
 
 RECORDINGS = ("disagg_2p3d", "agg_4w_smallcache")
 FIXTURES = Path(__file__).parents[2] / "tests" / "fixtures"
@@ -145,6 +146,7 @@ def _publish(url: str, control: Connection, rounds: int) -> None:
 
 
 def _consume(url: str, control: Connection, rounds: int, cores: set[int]) -> None:
+    configure_logging("warning")
     os.sched_setaffinity(0, cores)
     uvloop.run(_measure(url, control, rounds))
 

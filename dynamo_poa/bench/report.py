@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 from rich.table import Table
+from rich.text import Text
 
 from dynamo_poa.errors import PoaError
 from dynamo_poa.serve.plan import nats_server
@@ -111,14 +112,14 @@ def table(figures: tuple[Figure, ...], failed: dict[str, str]) -> Table:
             last = number == len(figure.measures) - 1
             result.add_row(
                 "" if number else figure.name,
-                measure.what,
+                Text(measure.what),  # may hold brackets, which are not markup
                 measure.text,
                 measure.goal,
                 reached,
                 end_section=last,
             )
     for name, why in failed.items():
-        result.add_row(name, why, "not measured", "", "", end_section=True)
+        result.add_row(name, Text(why), "not measured", "", "", end_section=True)
     return result
 
 

@@ -52,7 +52,8 @@ def measure(swaps: int, say: Callable[[str], None]) -> Figure:
 
     Raises:  MeasurementError when a swap was never seen, or the load was too low to tell.
     """
-    return uvloop.run(_measure(swaps, say))
+    result: Figure = uvloop.run(_measure(swaps, say))
+    return result
 
 
 async def _measure(swaps: int, say: Callable[[str], None]) -> Figure:

@@ -11,7 +11,7 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import structlog
 import uvloop
@@ -38,10 +38,24 @@ BLOCKS = 4096
 WARM_UP_TICKS = 20
 REQUESTS_PER_TICK = 32  # new decisions between two ticks: 128 a second
 GOAL_MS = 20.0
+
+
+class Kind(NamedTuple):
+    """What distinguishes one run of ticks from another."""
+
+    name: str
+    roles: tuple[Role, ...] = (Role.AGGREGATED,)
+    estimates: bool = True
+    random_frac: float = (
+        0.25  # of the router's choices: at 1 loads grow apart, and the best assignment is hard
+    )
+
+
 KINDS = (
-    ("aggregated", (Role.AGGREGATED,), True),
-    ("disaggregated", (Role.PREFILL, Role.DECODE), True),
-    ("no estimate", (Role.AGGREGATED,), False),
+    Kind("aggregated"),
+    Kind("disaggregated", roles=(Role.PREFILL, Role.DECODE)),
+    Kind("random choices", random_frac=1.0),
+    Kind("no estimate", estimates=False),
 )
 
 
@@ -55,9 +69,9 @@ def measure(ticks: int, say: Callable[[str], None]) -> Figure:
         log = structlog.wrap_logger(
             structlog.PrintLogger(nowhere), processors=[structlog.processors.JSONRenderer()]
         )
-        for kind, roles, estimates in KINDS:
-            found[kind] = uvloop.run(_ticks(url, log, ticks, roles, estimates=estimates))
-            say(f"{kind}: median {statistics.median(found[kind]) * 1e3:.1f} ms")
+        for kind in KINDS:
+            spent_s = found[kind.name] = uvloop.run(_ticks(url, log, ticks, kind))
+            say(f"{kind.name}: median {statistics.median(spent_s) * 1e3:.1f} ms")
     return figure(found)
 
 
@@ -82,19 +96,20 @@ def figure(found: dict[str, list[float]]) -> Figure:
         conditions=(
             f"{len(found['aggregated'])} ticks each; by default one tick in {every:g} makes an estimate; a "
             f"disaggregated graph has a window of {WINDOW} for each leg",
+            "the router takes the cheapest worker three times in four; with `random choices` never",
             f"between ticks {3 * WORKERS} messages and {REQUESTS_PER_TICK} requests arrive, not timed; "
             "store, heartbeat, log line, telemetry and metrics sinks are",
         ),
     )
 
 
-async def _ticks(url: str, log: Any, ticks: int, roles: tuple[Role, ...], *, estimates: bool) -> list[float]:
+async def _ticks(url: str, log: Any, ticks: int, kind: Kind) -> list[float]:
     """Return the CPU seconds of each tick."""
     common, router, rng, clock = CommonConfig(), RouterConfig(), random.Random(1), ManualClock()
-    config = ControllerConfig(window=WINDOW, tick_s=0.25, estimate_s=0.25 if estimates else 60.0)
-    share = WORKERS // len(roles)
-    pools = {role: [rng.getrandbits(64) for _ in range(share)] for role in roles}
-    traffic = Traffic(pools, common, blocks=BLOCKS, rng=rng)
+    config = ControllerConfig(window=WINDOW, tick_s=0.25, estimate_s=0.25 if kind.estimates else 60.0)
+    share = WORKERS // len(kind.roles)
+    pools = {role: [rng.getrandbits(64) for _ in range(share)] for role in kind.roles}
+    traffic = Traffic(pools, common, blocks=BLOCKS, rng=rng, random_frac=kind.random_frac)
     fleet = Fleet(common.worker_namespace, config.stale_s)
     decisions = DecisionLog(
         window=WINDOW,
@@ -137,7 +152,7 @@ async def _ticks(url: str, log: Any, ticks: int, roles: tuple[Role, ...], *, est
             if number >= 0:
                 spent_s.append(time.process_time() - before_s)
     record = loop.latest
-    expected = WINDOW * len(roles) if estimates else 0
+    expected = WINDOW * len(kind.roles) if kind.estimates else 0
     if record is None or record.poa_samples != expected or fleet.dropped:
         raise MeasurementError(f"ticks did not see {expected} decisions, or messages were dropped: {record}")
     return spent_s

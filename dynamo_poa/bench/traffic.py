@@ -40,11 +40,19 @@ class Traffic:
     """What a fleet and its router say; each call makes one message.
 
     Args:  pools: the workers' ids by role.  blocks: capacity of each worker's cache.
+           random_frac: share of choices that are any worker; the rest are the cheapest by Dynamo's cost.
     """
 
     def __init__(
-        self, pools: Mapping[Role, Sequence[int]], common: CommonConfig, *, blocks: int, rng: random.Random
+        self,
+        pools: Mapping[Role, Sequence[int]],
+        common: CommonConfig,
+        *,
+        blocks: int,
+        rng: random.Random,
+        random_frac: float = 0.25,
     ) -> None:
+        self._random_frac = random_frac
         self._pools, self._common, self._blocks, self._rng = pools, common, blocks, rng
         self._roles = {worker: role for role, workers in pools.items() for worker in workers}
         self.workers = list(self._roles)
@@ -124,8 +132,8 @@ class Traffic:
             self._requests += 1
             name = f"request-{self._requests}"
             for role, pool in self._pools.items():
-                chosen = self._rng.choice(pool)
                 candidates = tuple([self._candidate(worker) for worker in pool])
+                chosen = self._choose(candidates)
                 at_s = wall_s - self._rng.uniform(0.02, 0.2)
                 events += [
                     Chosen(name, role, at_s, at_s, chosen, 0, PROMPT_TOKENS, 1, 1, candidates),
@@ -152,6 +160,11 @@ class Traffic:
             active,
         )
 
+    def _choose(self, candidates: tuple[Candidate, ...]) -> int:
+        if self._rng.random() < self._random_frac:
+            return self._rng.choice(candidates).worker_id
+        return min(candidates, key=_cost).worker_id
+
     def _move_load(self, begun: int, ended: int) -> None:
         if self._active[ended]:
             self._active[ended] -= 1
@@ -175,3 +188,8 @@ class Traffic:
         }
         where = f"namespace.{self._common.worker_namespace}.component.{component}.endpoint.generate.{topic}"
         return Message(where, _encode(envelope))
+
+
+def _cost(candidate: Candidate) -> float:
+    prefill_tokens = candidate.uncached_tokens + candidate.queued_prefill_tokens
+    return prefill_tokens / BLOCK_TOKENS + candidate.decode_blocks
