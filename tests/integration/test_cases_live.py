@@ -1,0 +1,185 @@
+"""Public trouble reports, live on real Dynamo: idleness (S4a), poisoned parameters (I3), ranks (E7a)."""
+
+import math
+from collections import Counter
+
+import msgspec
+import nats
+import pytest
+from live_graph import FORCED, MOCK_ARGS, LiveGraph, live_graph
+from nats.js.kv import KeyValue
+from waiting import eventually
+
+from dynamo_poa.bus import KV_VALUE_BYTES
+from dynamo_poa.params import KEY, bucket
+from dynamo_poa.values import ParamsKind, Regime, Role
+
+pytestmark = [pytest.mark.dynamo, pytest.mark.asyncio(loop_scope="module")]
+
+BASELINE = (0.0, 1.0)
+
+
+def numbers(value: object) -> list[float]:
+    """Return every number in a record, however deep."""
+    if isinstance(value, bool) or not isinstance(value, int | float | dict | list | tuple):
+        return []
+    if isinstance(value, int | float):
+        return [value]
+    return [n for inner in (value.values() if isinstance(value, dict) else value) for n in numbers(inner)]
+
+
+async def test_idleness_is_neither_saturation_nor_nan() -> None:
+    """Case S4(a), seconds for minutes: idle means `below` and baseline parameters; nothing is NaN.
+
+    `live_graph` refuses a scrape that has a number that is not finite.
+    """
+    overrides = (
+        "PrefillWorker.workers=1",
+        "DecodeWorker.workers=5",
+        "DecodeWorker.per_process=5",
+        "PoaRouter.min_decode_workers=5",
+        *FORCED,
+        "PoaController.regime.min_samples=8",  # a single request is no signal, as with the defaults
+    )
+    async with live_graph("disagg", *overrides) as graph:
+        assert graph.latest.regime is Regime.BELOW
+        async with graph.load(16, max_tokens=4):
+            await graph.until(lambda record: record.regime is Regime.SATURATED, 15)
+            await graph.metrics_until("router", lambda samples: samples["poa_router_overlap_weight"] == 0.1)
+            await graph.metrics("controller")
+        took_s = await graph.until(
+            lambda record: (
+                record.regime is Regime.BELOW
+                and (record.router_temperature, record.overlap_weight) == BASELINE
+            ),
+            10,
+        )
+        assert took_s < 6  # idle_s, then two steps a dwell apart
+        await graph.until(lambda record: record.ttft_samples == 0)
+        samples = await graph.metrics("controller")
+        assert (samples['poa_regime{regime="below"}'], samples["poa_ttft_samples"]) == (1, 0)
+        assert "poa_ttft_p99_seconds" not in samples
+        record = graph.latest
+        assert (record.poa_hat is None) == (record.poa_samples == 0)
+
+        seen = len(graph.telemetry)
+        for result in [await graph.many(1, 1) for _ in range(5)]:
+            assert result[0].ok
+        await eventually(lambda: any(record.ttft_samples == 5 for record in graph.telemetry[seen:]))
+        after = graph.telemetry[seen:]
+        assert {record.regime for record in after} == {Regime.BELOW}
+        assert {(record.router_temperature, record.overlap_weight) for record in after} == {BASELINE}
+        for record in graph.telemetry:
+            assert all(map(math.isfinite, numbers(msgspec.to_builtins(record))))
+
+
+POISON: list[tuple[str, bytes]] = [
+    ("not_finite", b'{"router_temperature": NaN, "overlap_weight": 1}'),
+    ("not_finite", b'{"router_temperature": Infinity, "overlap_weight": 1}'),
+    ("out_of_range", b'{"router_temperature": 1e308, "overlap_weight": 1}'),
+    ("out_of_range", b'{"router_temperature": 0.5, "overlap_weight": -0.5}'),
+    ("missing", b'{"router_temperature": 0.5}'),
+    ("type", b'{"router_temperature": "0.7", "overlap_weight": 1}'),
+    ("not_json", b'{"router_temperature": 0.7, "overl'),
+    ("empty", b""),
+    ("out_of_range", b'{"router_temperature": 0.5, "overlap_weight": 17}'),
+    ("too_large", b'{"router_temperature": 0.5, "overlap_weight": 1}'.ljust(KV_VALUE_BYTES - 1024)),
+]
+
+
+async def test_poisoned_parameters_are_refused_whole() -> None:
+    """Case I3: last good stays, refusals are counted by reason, the valid ones apply, 0 failed requests."""
+    overrides = (
+        "PrefillWorker.workers=1",
+        f"PrefillWorker.args={MOCK_ARGS}",
+        "DecodeWorker.workers=2",
+        "DecodeWorker.per_process=2",
+        f"DecodeWorker.args={MOCK_ARGS}",
+    )
+    async with live_graph("disagg", *overrides) as graph:
+        operator = await nats.connect(graph.running.nats_url)
+        kv = await operator.jetstream().key_value(bucket(graph.namespace))
+        async with graph.load(4) as results:
+            await applied(graph, kv, b'{"router_temperature": 0.5, "overlap_weight": 0.25}', (0.5, 0.25))
+            beats, counts = len(graph.heartbeats), Counter[str]()
+            for reason, poison in POISON:
+                await kv.put(KEY, poison)
+                counts[reason] += 1
+                await refused(graph, counts)
+            for remove in (kv.delete, kv.purge):
+                await remove(KEY)
+                counts["deleted"] += 1
+                await refused(graph, counts)
+            with pytest.raises(nats.errors.MaxPayloadError):  # the server itself takes no 2 MiB
+                await kv.put(KEY, bytes(2 * 2**20))
+            held = {
+                (beat.params.router_temperature, beat.params.overlap_weight)
+                for beat in graph.heartbeats[beats:]
+            }
+            assert held == {(0.5, 0.25)}
+            entry = await kv.get(KEY)
+            assert msgspec.json.decode(entry.value or b"")["router_temperature"] == 0.5  # the store is healed
+            odd = b'{"router_temperature": 0.7, "overlap_weight": 0.3, "note": "by hand"}'
+            await applied(graph, kv, odd, (0.7, 0.3))
+            await applied(graph, kv, b'{"router_temperature": 0.2, "overlap_weight": 0.9}', (0.2, 0.9))
+        await operator.close()
+        assert [result.error for result in results if not result.ok] == []
+        said = [line for name, line in graph.lines if name == "controller" and '"poa.params.refused"' in line]
+        assert len(said) <= len(POISON) + 2  # no loop that goes on about it
+
+
+async def applied(graph: LiveGraph, kv: KeyValue, value: bytes, wanted: tuple[float, float]) -> None:
+    """Write a valid record as an operator would and wait until it is in force."""
+    await kv.put(KEY, value)
+    samples = await graph.metrics_until(
+        "router",
+        lambda samples: (
+            (samples["poa_router_router_temperature"], samples["poa_router_overlap_weight"]) == wanted
+        ),
+        within_s=2.0,  # the store is looked at once a second, and a tick follows
+    )
+    await eventually(lambda: graph.heartbeats[-1].params.revision == samples["poa_router_params_revision"])
+    assert graph.heartbeats[-1].params.kind is ParamsKind.EXTERNAL
+
+
+async def refused(graph: LiveGraph, counts: Counter[str]) -> None:
+    """Wait until /metrics counts exactly these refusals."""
+    expected = {f'poa_params_refused_total{{reason="{reason}"}}': count for reason, count in counts.items()}
+    await graph.metrics_until(
+        "controller",
+        lambda samples: (
+            {n: v for n, v in samples.items() if n.startswith("poa_params_refused_total")} == expected
+        ),
+        within_s=3.0,
+    )
+
+
+async def test_each_data_parallel_rank_is_an_entity_of_its_own() -> None:
+    """Case E7(a): 2 decode workers of 4 ranks are 8 entities; picks are spread over ranks they own."""
+    overrides = (
+        "PrefillWorker.workers=1",
+        f"PrefillWorker.args={MOCK_ARGS}",
+        "DecodeWorker.workers=2",
+        "DecodeWorker.per_process=2",
+        "DecodeWorker.args={speedup-ratio: 5, num-gpu-blocks-override: 2048, data-parallel-size: 4}",
+        "PoaRouter.min_decode_workers=2",
+    )
+    async with live_graph("disagg", *overrides) as graph:
+        results = await graph.many(64, 16)
+        assert [result.error for result in results if not result.ok] == []
+        await eventually(lambda: len(graph.ended()) == 128)
+        picked = {(event.worker_id, event.dp_rank) for event in graph.chosen(Role.DECODE)}
+        workers = {worker for worker, _ in picked}
+        assert len(workers) == 2
+        assert picked <= {(worker, rank) for worker in workers for rank in range(4)}
+        assert len(picked) >= 6  # 16 at a time over 8 equal ranks
+        await graph.until(lambda record: record.pools["decode"].workers == 8)
+        samples = await graph.metrics_until(
+            "controller", lambda samples: sum("poa_worker_stale{" in name for name in samples) == 9
+        )
+        shown = {
+            (int(name.split('worker_id="')[1].split('"')[0]), int(name.split('dp_rank="')[1].split('"')[0]))
+            for name in samples
+            if name.startswith("poa_worker_stale") and 'role="decode"' in name
+        }
+        assert shown == {(worker, rank) for worker in workers for rank in range(4)}
