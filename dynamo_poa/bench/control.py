@@ -6,9 +6,10 @@ Invariant: a figure is reported whatever its value; the status is 1 only when on
 """
 
 import argparse
+import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -35,7 +36,8 @@ class Lengths(msgspec.Struct, frozen=True, kw_only=True):
 
 QUICK = Lengths(swaps=20, rounds=3, ticks=50, minutes=2.0, turns=2, turn_s=4.0)
 
-FIGURES: dict[str, Callable[[Lengths, Say], Figure]] = {
+Measurement = Callable[[Lengths, Say], Figure]
+FIGURES: dict[str, Measurement] = {
     "ingest": lambda lengths, say: ingest.measure(lengths.rounds, say),
     "tick": lambda lengths, say: tick.measure(lengths.ticks, say),
     "swap": lambda lengths, say: swap.measure(lengths.swaps, say),
@@ -44,13 +46,15 @@ FIGURES: dict[str, Callable[[Lengths, Say], Figure]] = {
 }
 
 
-def measure_all(names: list[str], lengths: Lengths, say: Say) -> tuple[list[Figure], dict[str, str]]:
+def measure_all(
+    chosen: Mapping[str, Measurement], lengths: Lengths, say: Say
+) -> tuple[list[Figure], dict[str, str]]:
     """Measure one figure after another; what cannot be measured does not keep the rest from it."""
     figures, failed = [], {}
-    for name in names:
+    for name, measure in chosen.items():
         say(f"{name} ...")
         try:
-            figures.append(FIGURES[name](lengths, lambda line: say(f"  {line}")))
+            figures.append(measure(lengths, lambda line: say(f"  {line}")))
         except (PoaError, OSError) as error:
             failed[name] = str(error) or type(error).__name__
             say(f"  not measured: {failed[name]}")
@@ -84,6 +88,7 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.minutes is not None:
         lengths = msgspec.structs.replace(lengths, minutes=arguments.minutes)
     configure_logging("warning")
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that servers are stopped
     # A file or a pipe has no width of its own.
     console, started_s = Console(width=None if sys.stdout.isatty() else 140), time.perf_counter()
 
@@ -94,7 +99,7 @@ def main(argv: list[str] | None = None) -> int:
     say(f"{machine.processor}, {machine.cores} cores, {machine.system}, Python {machine.python}")
     say(", ".join(f"{name} {version}" for name, version in machine.packages.items()))
     say(f"{machine.nats_server}; commit {machine.commit or 'unknown: not a checkout'}")
-    figures, failed = measure_all(arguments.only, lengths, say)
+    figures, failed = measure_all({name: FIGURES[name] for name in arguments.only}, lengths, say)
     console.print(table(tuple(figures), failed))
     for figure in figures:
         say(f"{figure.name}: {figure.title}")

@@ -100,7 +100,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Comparison(NamedTuple):
-    """Turns of the native graph and of the plugin's, side by side; `short`: the plugin's with short answers."""
+    """Turns of the native graph and of the plugin's, side by side; `short`: the plugin's, short answers."""
 
     native: list[Turn]
     plugin: list[Turn]
@@ -215,7 +215,7 @@ def figure(found: dict[tuple[str, str], Comparison]) -> Figure:
                 measures += _costs(pair, one)
         native = [turn for _, one in here for turn in one.native]
         conditions.append(
-            f"{point.name}: mock engine at {point.speedup:g} x its GPU's speed; while native serves, the machine "
+            f"{point.name}: engine at {point.speedup:g} x its GPU's speed; while native serves the machine "
             f"is {_median(t.machine_busy_frac for t in native):.0%} busy; load client "
             f"{_median(t.client_cpu_s / t.seconds for t in native):.2f} cores, the graph that waits "
             f"{_median(t.idle_graph_cpu_s / t.seconds for t in native):.3f}"
@@ -226,7 +226,7 @@ def figure(found: dict[tuple[str, str], Comparison]) -> Figure:
         title=f"the hop beside the native frontend, {CONCURRENCY} users, 1 prefill and 5 decode workers",
         measures=tuple(measures),
         conditions=(
-            f"{PROMPT_TOKENS} tokens in, {OUT_TOKENS} out; medians of {turns} turns, native and plugin by turns; "
+            f"{PROMPT_TOKENS} tokens in, {OUT_TOKENS} out; native and plugin by turns, medians of {turns}; "
             "ratios are of neighbouring turns; native hands over in the same way",
             "no controller; the frontend routes in KV mode what does not go through the plugin",
             *conditions,

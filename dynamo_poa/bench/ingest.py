@@ -7,6 +7,7 @@ Source: recordings of real traffic, carried on; a round is short enough to fit t
         sender may be faster than the consumer without loss.
 """
 
+import asyncio
 import multiprocessing
 import os
 import statistics
@@ -168,17 +169,22 @@ async def _measure(url: str, control: Connection, rounds: int) -> None:
         await clock.sleep(0.2)  # subscriptions are at the server
         control.send("ready")
         for number in range(rounds):
-            start, end = number * expected + FIRST, (number + 1) * expected
-            while fleet.received.total() < start:
-                await clock.sleep(0.001)
-            before, cpu_s, wall_s = fleet.received.total(), time.process_time(), time.perf_counter()
-            while fleet.received.total() < end and not bus.dropped:
-                await clock.sleep(0.002)
-            done = Round(
-                messages=fleet.received.total() - before,
-                cpu_s=time.process_time() - cpu_s,
-                wall_s=time.perf_counter() - wall_s,
-            )
+            async with asyncio.timeout(TIMEOUT_S):  # whoever started this may be gone
+                done = await _round(fleet, bus, number * expected + FIRST, (number + 1) * expected, clock)
             fleet.take_notices(clock.monotonic_s())
             lost = {**fleet.dropped} | ({"slow_consumer": bus.dropped} if bus.dropped else {})
             control.send(f"messages were dropped: {lost}" if lost else done)
+
+
+async def _round(fleet: Fleet, bus: Bus, start: int, end: int, clock: SystemClock) -> Round:
+    """Time the messages from number `start` to number `end`."""
+    while fleet.received.total() < start:
+        await clock.sleep(0.001)
+    before, cpu_s, wall_s = fleet.received.total(), time.process_time(), time.perf_counter()
+    while fleet.received.total() < end and not bus.dropped:
+        await clock.sleep(0.002)
+    return Round(
+        messages=fleet.received.total() - before,
+        cpu_s=time.process_time() - cpu_s,
+        wall_s=time.perf_counter() - wall_s,
+    )
