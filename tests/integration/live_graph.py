@@ -114,6 +114,10 @@ class LiveGraph:
         events = (event for batch in self.batches for event in batch.events)
         return [event for event in events if isinstance(event, Chosen) and role in (None, event.role)]
 
+    async def decided(self, count: int) -> None:
+        """Wait until there have been so many decisions."""
+        await eventually(lambda: len(self.chosen()) >= count)
+
     def first_tokens(self, role: Role) -> list[FirstToken]:
         """Return the first tokens of one leg so far."""
         events = (event for batch in self.batches for event in batch.events)

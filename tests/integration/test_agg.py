@@ -55,7 +55,7 @@ async def test_shadow_decides_and_never_applies(graph: LiveGraph) -> None:
     async with graph.load(6) as results:
         await graph.until(lambda record: record.regime is Regime.SATURATED, 15)
         asked = len(results)
-        await eventually(lambda: len(results) > asked + 20)
+        await eventually(lambda: len(results) > asked + 20 and len(graph.heartbeats) > beats)
     records = graph.telemetry[seen:]
     assert {(record.router_temperature, record.overlap_weight) for record in records} == {STATIC}
     assert {record.swaps for record in records} == {records[0].swaps}

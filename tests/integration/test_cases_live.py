@@ -6,15 +6,16 @@ from collections import Counter
 import msgspec
 import nats
 import pytest
-from live_graph import FORCED, MOCK_ARGS, LiveGraph, live_graph
+from live_graph import FORCED, MOCK_ARGS, LiveGraph, live_graph, plan_of
 from nats.js.kv import KeyValue
 from waiting import eventually
 
 from dynamo_poa.bus import KV_VALUE_BYTES
+from dynamo_poa.errors import ConfigError
 from dynamo_poa.params import KEY, bucket
 from dynamo_poa.values import ParamsKind, Regime, Role
 
-pytestmark = [pytest.mark.dynamo, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = pytest.mark.dynamo
 
 BASELINE = (0.0, 1.0)
 
@@ -126,6 +127,26 @@ async def test_poisoned_parameters_are_refused_whole() -> None:
         assert [result.error for result in results if not result.ok] == []
         said = [line for name, line in graph.lines if name == "controller" and '"poa.params.refused"' in line]
         assert len(said) <= len(POISON) + 2  # no loop that goes on about it
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "bound"),
+    [
+        ("router_temperature", ".nan", "must be finite and in [0, 100]"),
+        ("router_temperature", ".inf", "must be finite and in [0, 100]"),
+        ("router_temperature", "1.0e+308", "must be in [0, 100]"),
+        ("router_temperature", "'0.7'", "expected `float`, got `str`"),
+        ("overlap_weight", "-0.5", "must be in [0, 2]"),
+        ("overlap_weight", "null", "expected `float`, got `null`"),
+    ],
+)
+def test_the_same_in_the_configuration_ends_the_start(key: str, value: str, bound: str) -> None:
+    """Case I3, second run: refused before anything starts, naming the key and the bound."""
+    with pytest.raises(ConfigError) as refusal:
+        plan_of("disagg", f"PoaRouter.{key}={value}")
+    (problem,) = refusal.value.problems
+    assert problem.startswith(f"PoaRouter.{key} = ")
+    assert problem.endswith(bound)
 
 
 async def applied(graph: LiveGraph, kv: KeyValue, value: bytes, wanted: tuple[float, float]) -> None:

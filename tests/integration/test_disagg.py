@@ -58,8 +58,7 @@ async def test_requests_are_routed_with_the_parameters_just_set(graph: LiveGraph
 
             samples = await graph.metrics_until("router", shown, within_s=SWAP_S)
             assert samples["poa_router_params_revision"] == params.revision
-            before = len(graph.chosen())
-            await eventually(lambda before=before: len(graph.chosen()) > before + 20)
+            await graph.decided(len(graph.chosen()) + 20)
             carrying = [event for event in graph.chosen() if event.revision == params.revision]
             assert {event.role for event in carrying} == BOTH_LEGS
             assert min(event.at_s for event in carrying) - params.issued_at_s < SWAP_S
@@ -114,7 +113,7 @@ async def test_a_client_that_hangs_up_before_the_first_token_casts_no_doubt_on_w
     for number in range(3):
         prompt = [1000 + (number + step * 7) % 20_000 for step in range(24_000)]
         async with graph.streaming(prompt=prompt, max_tokens=4):
-            await eventually(lambda expected=seen + 2 * (number + 1): len(graph.chosen()) == expected)
+            await graph.decided(seen + 2 * (number + 1))
     await graph.idle()
     decided = graph.chosen()[seen:]
     assert [event.attempt for event in decided] == [1] * 6
