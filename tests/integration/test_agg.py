@@ -50,7 +50,7 @@ async def test_a_request_is_routed_with_the_parameters_just_set(graph: LiveGraph
 
 async def test_shadow_decides_and_never_applies(graph: LiveGraph) -> None:
     """Issue: shadow never changes parameters; telemetry shows what they would be."""
-    await graph.until(lambda record: record.regime is Regime.BELOW, 10)
+    await graph.until(lambda record: record.regime is Regime.BELOW and record.ttft_samples == 0, 10)
     seen, beats = len(graph.telemetry), len(graph.heartbeats)
     async with graph.load(6) as results:
         await graph.until(lambda record: record.regime is Regime.SATURATED, 15)
