@@ -162,6 +162,7 @@ def turn(requests=800, router_s=0.0, ttft_s=0.1, failed=0):
         machine_busy_frac=0.9,
         client_cpu_s=0.8,
         idle_graph_cpu_s=0.08,
+        others_cpu_s=4.0,
     )
 
 
@@ -183,6 +184,7 @@ def test_the_hop_is_compared_turn_by_turn_and_split_by_request_and_token():
     assert figure["prefill_us_in_all"] == 5000.0
     assert figure["prefill_us_per_token"] == 50.0
     assert figure["prefill_us_per_request"] == 1800.0
+    assert "what else this machine does 0.50" in figure.conditions[2]
     goals = [m.key for m in figure.measures if m.reached is not None]
     assert goals == ["prefill_cpu_bound_throughput_ratio", "prefill_engine_bound_throughput_ratio"]
     assert len({measure.key for measure in figure.measures}) == len(figure.measures)

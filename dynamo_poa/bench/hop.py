@@ -88,6 +88,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     machine_busy_frac: float
     client_cpu_s: float
     idle_graph_cpu_s: float
+    others_cpu_s: float  # whatever else this machine did meanwhile
 
     @property
     def rps(self) -> float:
@@ -176,15 +177,19 @@ async def _turn(graph: Running, idle: Running, out_tokens: int, turn_s: float, s
     if not ttfts_s:
         errors = sorted({result.error for result in results if not result.ok})
         raise MeasurementError(f"{graph.plan.target}: no request succeeded in {seconds:.0f} s: {errors[:3]}")
+    spent_s = {name: after[name] - before[name] for name in after}
+    idle_s, own_s = sum(idle_after.values()) - sum(idle_before.values()), own_after_s - own_before_s
+    busy_s = machine_after.busy_s - machine_before.busy_s
     return Turn(
         seconds=seconds,
         requests=len(good),
         failed=len([result for result in results if not result.ok]),
         ttft_p50_s=statistics.median(ttfts_s),
-        cpu_s={name: after[name] - before[name] for name in after},
+        cpu_s=spent_s,
         machine_busy_frac=busy_frac(machine_before, machine_after),
-        client_cpu_s=own_after_s - own_before_s,
-        idle_graph_cpu_s=sum(idle_after.values()) - sum(idle_before.values()),
+        client_cpu_s=own_s,
+        idle_graph_cpu_s=idle_s,
+        others_cpu_s=busy_s - sum(spent_s.values()) - idle_s - own_s,
     )
 
 
@@ -218,7 +223,8 @@ def figure(found: dict[tuple[str, str], Comparison]) -> Figure:
             f"{point.name}: engine at {point.speedup:g} x its GPU's speed; while native serves the machine "
             f"is {_median(t.machine_busy_frac for t in native):.0%} busy; load client "
             f"{_median(t.client_cpu_s / t.seconds for t in native):.2f} cores, the graph that waits "
-            f"{_median(t.idle_graph_cpu_s / t.seconds for t in native):.3f}"
+            f"{_median(t.idle_graph_cpu_s / t.seconds for t in native):.2f}, what else this machine does "
+            f"{_median(t.others_cpu_s / t.seconds for t in native):.2f}"
         )
     turns = len(next(iter(found.values())).native)
     return Figure(
