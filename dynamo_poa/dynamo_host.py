@@ -23,6 +23,7 @@ from dynamo.llm import (
     ModelInput,
     ModelRuntimeConfig,
     ModelType,
+    RouterQueueLimitExceeded,
     WorkerType,
     register_model,
 )
@@ -30,7 +31,7 @@ from dynamo.runtime import DistributedRuntime
 
 from dynamo_poa.clock import Clock
 from dynamo_poa.config import CommonConfig, RouterConfig
-from dynamo_poa.errors import WireError, WorkerUnreachable
+from dynamo_poa.errors import RequestShed, WireError, WorkerUnreachable
 from dynamo_poa.values import Candidate, Role, RouterParams, WorkerCard, WorkerKey
 from dynamo_poa.wire import card_from_mdc
 
@@ -114,6 +115,11 @@ class WorkerDirectory:
         for _, cards in self._watches:
             cards.shutdown()
 
+    @property
+    def task(self) -> "asyncio.Task[None] | None":
+        """Return what follows discovery; it ends only by failing."""
+        return self._task
+
     def cards(self) -> list[WorkerCard]:
         """Return the cards of the workers that discovery lists now."""
         return list(self._cards.values())
@@ -125,6 +131,10 @@ class WorkerDirectory:
     def raw_card(self, role: Role) -> dict[str, Any]:
         """Return the model card of any one worker of a role as Dynamo wrote it, empty when there is none."""
         return next((self._raw[w] for w, card in self._cards.items() if card.role is role), {})
+
+    def refused(self, worker_id: int) -> bool:
+        """Tell whether a worker is listed but not to be used, for what its card says."""
+        return worker_id in self._refused
 
     def count(self, role: Role) -> int:
         """Return how many workers of a role are alive."""
@@ -173,8 +183,8 @@ class WorkerDirectory:
 class WorkerPool:
     """Dynamo's own router over one pool of workers, and the way to reach them."""
 
-    def __init__(self, router: Any, client: Any, role: Role) -> None:
-        self._router, self._client, self._role = router, client, role
+    def __init__(self, router: Any, client: Any, role: Role, block_size: int) -> None:
+        self._router, self._client, self._role, self._block_size = router, client, role, block_size
 
     @classmethod
     async def open(
@@ -189,40 +199,47 @@ class WorkerPool:
             router_replica_sync=config.replica_sync,
         )
         router = KvRouter(endpoint, common.block_size, settings)
-        return cls(router, await endpoint.client(), role)
+        return cls(router, await endpoint.client(), role, common.block_size)
 
     async def candidates(self, token_ids: list[int]) -> tuple[Candidate, ...]:
         """Return every worker's load as KvRouter sees it, and what this prompt would add.
 
-        Dynamo gives loads with the prompt included; the difference to the loads without it is the
-        prompt's uncached tokens. Both are asked for at once: the extra round trip is one.
+        KvRouter gives loads with a prompt included; the difference to the loads without it is what the
+        prompt adds. Both are asked for at once. On the decode leg nothing is reused and nothing prefilled
+        under Dynamo's own override, so the prompt adds its full blocks everywhere and one question does.
         """
-        without = self._router.get_potential_loads([])
-        with_prompt = self._router.get_potential_loads(token_ids)
-        now = {(load["worker_id"], load["dp_rank"]): load for load in await without}
+        asked = [self._router.get_potential_loads([])]
+        if self._role is not Role.DECODE:
+            asked.append(self._router.get_potential_loads(token_ids))
+        before, *with_prompt = [await answer for answer in asked]
+        prompt_blocks = len(token_ids) // self._block_size
+        after = {(load["worker_id"], load["dp_rank"]): load for load in (with_prompt or [before])[0]}
         found = []
-        for load in await with_prompt:
-            key = (load["worker_id"], load["dp_rank"])
-            before = now.get(key)
-            if before is None:
-                continue  # joined between the two answers
-            queued_tokens = before["potential_prefill_tokens"]
-            uncached_tokens = load["potential_prefill_tokens"] - queued_tokens
+        for load in before:
+            then = after.get((load["worker_id"], load["dp_rank"]))
+            if then is None:
+                continue  # left between the two answers
+            uncached_tokens = then["potential_prefill_tokens"] - load["potential_prefill_tokens"]
+            added_blocks = then["potential_decode_blocks"] - load["potential_decode_blocks"]
             found.append(
                 Candidate(
-                    worker_id=key[0],
-                    dp_rank=key[1],
-                    uncached_tokens=0 if self._role is Role.DECODE else max(uncached_tokens, 0),
-                    queued_prefill_tokens=queued_tokens,
-                    decode_blocks=before["potential_decode_blocks"],
-                    active_requests=before["active_requests"],
+                    worker_id=load["worker_id"],
+                    dp_rank=load["dp_rank"],
+                    uncached_tokens=max(uncached_tokens, 0),
+                    queued_prefill_tokens=load["potential_prefill_tokens"],
+                    decode_blocks=load["potential_decode_blocks"],
+                    active_requests=load["active_requests"],
+                    added_blocks=max(added_blocks, 0) if with_prompt else prompt_blocks,
                 )
             )
         return tuple(found)
 
     async def book(self, token_ids: list[int], override: dict[str, Any], booking: str) -> WorkerKey:
         """Let KvRouter choose a worker and count the request as its load, until `free(booking)`."""
-        worker_id, dp_rank, _ = await self._router.best_worker(token_ids, override, booking)
+        try:
+            worker_id, dp_rank, _ = await self._router.best_worker(token_ids, override, booking)
+        except RouterQueueLimitExceeded as error:
+            raise RequestShed(str(error)) from error
         return WorkerKey(worker_id, dp_rank)
 
     def prefilled(self, booking: str) -> None:

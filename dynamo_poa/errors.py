@@ -65,3 +65,7 @@ class WorkerUnreachable(PoaError):
     def __init__(self, worker_id: int, detail: str) -> None:
         self.worker_id, self.detail = worker_id, detail
         super().__init__(f"worker {worker_id}: {detail}")
+
+
+class RequestShed(PoaError):
+    """Dynamo refused the request to protect the workers; it is counted apart from failures."""

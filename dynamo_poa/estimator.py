@@ -52,7 +52,13 @@ def price(
     """
     rows = sorted(
         (
-            (c.worker_id, c.dp_rank, c.uncached_tokens, c.queued_prefill_tokens, c.decode_blocks)
+            (
+                c.worker_id,
+                c.dp_rank,
+                c.uncached_tokens,
+                c.queued_prefill_tokens,
+                c.decode_blocks + c.added_blocks,
+            )
             for c in decision.candidates
         ),
         key=itemgetter(0, 1),
@@ -69,8 +75,7 @@ def price(
     costs = block_cost(
         uncached_tokens,
         queued_prefill_tokens,
-        # Dynamo counts the request's own blocks wherever it goes; without them an idle fleet costs nothing.
-        decode_blocks + decision.prompt_tokens // block_size,
+        decode_blocks,  # with the request's own, as Dynamo scores; else an idle fleet would cost nothing
         block_size=block_size,
         prefill_load_scale=prefill_load_scale,
     )

@@ -3,7 +3,7 @@
 Owns: the meeting of both legs, by request id, in this process or over the bus.
 Does not own: choosing the workers (router.py).
 Invariant: a waiting decode leg is always woken: by an address, by the prefill leg's failure, or by the
-           time limit; notes nobody came for expire.
+           caller's time limit; notes nobody comes for are bounded, the oldest go first.
 Source: measured: with bootstrap hand-over both legs run at once, arrive up to 10 ms apart in either
         order, and may reach different router replicas; `context.id()` is the same on both.
 """
@@ -17,11 +17,13 @@ from typing import Protocol
 import msgspec
 import structlog
 
+from dynamo_poa.clock import Clock
 from dynamo_poa.errors import BusError, PoaError
 from dynamo_poa.wire import Handover, subject
 
 log = structlog.get_logger(__name__)
 
+RESEND_S, RESEND_PAUSE_S = 10.0, 0.1
 KEEP = 20_000  # notes kept for decode legs that have not come yet; the oldest go first
 
 
@@ -63,7 +65,9 @@ class Handovers:
         meeting.waiters.clear()
 
     def fail(self, request_id: str) -> None:
-        """Say that the prefill leg failed for good."""
+        """Say that the prefill leg failed for good; nothing, when nobody can be waiting for it."""
+        if self._publish is None and request_id not in self._meetings:
+            return
         self.announce(
             Handover(request_id=request_id, worker_id=0, dp_rank=0, bootstrap_host="", bootstrap_port=0)
         )
@@ -114,8 +118,8 @@ class Bus(Protocol):
 class HandoverChannel:
     """Carries announcements between the router processes of one graph."""
 
-    def __init__(self, bus: Bus, namespace: str, router_id: str) -> None:
-        self._bus, self._prefix = bus, subject(namespace, "handover")
+    def __init__(self, bus: Bus, namespace: str, router_id: str, clock: Clock) -> None:
+        self._bus, self._clock, self._prefix = bus, clock, subject(namespace, "handover")
         self._own = f"{self._prefix}.{router_id}"
         self._decoder = msgspec.msgpack.Decoder(Handover)
         self._sending: set[asyncio.Task[None]] = set()
@@ -141,7 +145,14 @@ class HandoverChannel:
         task.add_done_callback(self._sending.discard)
 
     async def _send(self, note: Handover) -> None:
-        try:
-            await self._bus.publish(self._own, msgspec.msgpack.encode(note))
-        except BusError as error:
-            log.warning("poa.handover.unsent", request_id=note.request_id, error=str(error))
+        """Publish; while the bus is away try again for as long as a decode leg may wait."""
+        data = msgspec.msgpack.encode(note)
+        until_s = self._clock.monotonic_s() + RESEND_S
+        while True:
+            try:
+                return await self._bus.publish(self._own, data)
+            except BusError as error:
+                if self._clock.monotonic_s() >= until_s:
+                    log.warning("poa.handover.unsent", request_id=note.request_id, error=str(error))
+                    return None
+            await self._clock.sleep(RESEND_PAUSE_S)

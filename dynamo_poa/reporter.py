@@ -7,6 +7,7 @@ Source: Decision of the architecture's contracts.
 """
 
 import asyncio
+import itertools
 from collections import deque
 from collections.abc import Callable
 from types import TracebackType
@@ -20,6 +21,7 @@ from dynamo_poa.errors import BusError
 from dynamo_poa.wire import DecisionBatch, DecisionEvent, subject
 
 log = structlog.get_logger(__name__)
+MAX_BATCH_BYTES = 512 * 1024  # half of what a NATS server takes by default: 64 events of 64 workers are 80 kB
 STATUS_S = 1.0  # an empty batch after so long says that the router lives and which parameters it uses
 
 
@@ -64,7 +66,7 @@ class DecisionReporter:
         self._task: asyncio.Task[None] | None = None
         self.dropped = 0
         self.sent = 0
-        self.loop_lag_s = 0.0  # worst delay of the event loop in the last batch period
+        self.loop_lag_s = 0.0  # delay of the event loop in the last batch period that ran its full length
 
     def add(self, event: DecisionEvent) -> None:
         """Queue one event. Returns at once."""
@@ -74,6 +76,11 @@ class DecisionReporter:
         self._events.append(event)
         if len(self._events) == self._batch_size:
             self._wake.set()
+
+    @property
+    def task(self) -> "asyncio.Task[None] | None":
+        """Return what sends; it ends only by failing."""
+        return self._task
 
     async def __aenter__(self) -> Self:
         """Start sending."""
@@ -93,14 +100,16 @@ class DecisionReporter:
         last_sent_at_s = -STATUS_S
         while True:
             before_s = self._clock.monotonic_s()
-            await self._pause()
+            full = await self._pause()
             now_s = self._clock.monotonic_s()
-            self.loop_lag_s = max(0.0, now_s - before_s - self._batch_s)
+            if not full:
+                self.loop_lag_s = max(0.0, now_s - before_s - self._batch_s)
             if self._events or now_s - last_sent_at_s >= STATUS_S:
                 await self._send_all()
                 last_sent_at_s = now_s
 
-    async def _pause(self) -> None:
+    async def _pause(self) -> bool:
+        """Wait for the batch period; True when a full batch cut it short."""
         self._wake.clear()
         pause = asyncio.ensure_future(self._clock.sleep(self._batch_s))
         full = asyncio.ensure_future(self._wake.wait())
@@ -109,28 +118,45 @@ class DecisionReporter:
         finally:
             pause.cancel()
             full.cancel()
+        return self._wake.is_set()
 
     async def _send_all(self) -> None:
+        """Send all that is queued, at least one batch; keep it when the bus is away."""
         while True:
-            events = [self._events.popleft() for _ in range(min(len(self._events), self._batch_size))]
-            status = self._status()
-            batch = DecisionBatch(
-                router_id=self._router_id,
-                sequence=self._sequence,
-                sent_at_s=self._clock.wall_s(),
-                events=tuple(events),
-                dropped=self.dropped,
-                in_flight=status.in_flight,
-                params_revision=status.params_revision,
-                params_source=status.params_source,
-                loop_lag_s=self.loop_lag_s,
-            )
+            data, count = self._next_batch()
+            taken = [self._events.popleft() for _ in range(count)]
             try:
-                await self._bus.publish(self._subject, self._encoder.encode(batch))
+                await self._bus.publish(self._subject, data)
             except BusError:
-                self._events.extendleft(reversed(events))  # keep them for when the bus is back
+                self._events.extendleft(reversed(taken))
                 return
             self._sequence += 1
-            self.sent += len(events)
+            self.sent += count
             if not self._events:
                 return
+
+    def _next_batch(self) -> tuple[bytes, int]:
+        """Encode as many events as fit; one that does not fit alone is dropped and counted."""
+        status = self._status()
+        size = self._batch_size
+        while True:
+            events = tuple(itertools.islice(self._events, size))
+            data = self._encoder.encode(
+                DecisionBatch(
+                    router_id=self._router_id,
+                    sequence=self._sequence,
+                    sent_at_s=self._clock.wall_s(),
+                    events=events,
+                    dropped=self.dropped,
+                    in_flight=status.in_flight,
+                    params_revision=status.params_revision,
+                    params_source=status.params_source,
+                    loop_lag_s=self.loop_lag_s,
+                )
+            )
+            if len(data) <= MAX_BATCH_BYTES or not events:
+                return data, len(events)
+            if len(events) == 1:
+                self._events.popleft()
+                self.dropped += 1
+            size = max(len(events) // 2, 1)

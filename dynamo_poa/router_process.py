@@ -16,6 +16,7 @@ from typing import Any
 import structlog
 
 from dynamo_poa import dynamo_host
+from dynamo_poa.avoid import AvoidList
 from dynamo_poa.bus import Bus
 from dynamo_poa.clock import Clock, SystemClock
 from dynamo_poa.config import CommonConfig, RouterConfig
@@ -24,7 +25,7 @@ from dynamo_poa.errors import BusError
 from dynamo_poa.handover import HandoverChannel, Handovers
 from dynamo_poa.params import ParamsHolder, ParamsSubscriber
 from dynamo_poa.reporter import DecisionReporter, RouterStatus
-from dynamo_poa.router import AvoidList, Leg, RouterStats
+from dynamo_poa.router import Leg, RouterStats
 from dynamo_poa.router_metrics import RouterMetrics
 from dynamo_poa.telemetry import MetricsServer, configure_logging
 from dynamo_poa.values import ParamsKind, Role, RouterParams
@@ -78,7 +79,10 @@ class RouterProcess:
             subscriber = ParamsSubscriber(bus, common.namespace, holder, clock)
             await stack.enter_async_context(subscriber)
             await stack.enter_async_context(reporter)
-            runtimes = {role: dynamo_host.open_runtime() for role in self._roles}
+            runtimes: dict[Role, Any] = {}
+            for role in self._roles:
+                runtimes[role] = dynamo_host.open_runtime()
+                stack.callback(runtimes[role].shutdown)  # out of discovery however this ends
             directory = await stack.enter_async_context(
                 dynamo_host.WorkerDirectory(
                     runtimes[self._roles[0]],
@@ -91,7 +95,7 @@ class RouterProcess:
                 await self._first_params(bus, subscriber)
                 serving = await self._register(runtimes, directory, bus, holder, reporter, stats)
                 metrics.registered = True
-                await self._until_stopped(serving)
+                await self._until_stopped([*serving, directory.task, reporter.task])
                 metrics.registered = False
                 await self._drain(runtimes, serving, stats)
 
@@ -132,7 +136,7 @@ class RouterProcess:
             return None
         if self._config.replicas == 1:
             return Handovers()
-        return HandoverChannel(bus, self._common.namespace, self._router_id).table()
+        return HandoverChannel(bus, self._common.namespace, self._router_id, self._clock).table()
 
     async def _register(
         self,
@@ -146,7 +150,7 @@ class RouterProcess:
         """Open Dynamo's router for each leg, serve it, and let the frontend know."""
         common, config, clock = self._common, self._config, self._clock
         handovers = self._handovers(directory, bus)
-        avoid = AvoidList(config.avoid_s, directory, clock)
+        avoid = AvoidList(config.avoid_s, clock)
         serving: list[asyncio.Future[None]] = []
         for role, runtime in runtimes.items():
             leg = Leg(
@@ -178,16 +182,15 @@ class RouterProcess:
         )
         return serving
 
-    async def _until_stopped(self, serving: list[asyncio.Future[None]]) -> None:
-        """Wait for a signal, or for Dynamo to end one of the endpoints by itself."""
+    async def _until_stopped(self, working: list[Any]) -> None:
+        """Wait for a signal, or for something that should run for ever to end; the supervisor restarts us."""
         stopped = asyncio.ensure_future(self._stop.wait())
-        either: set[asyncio.Future[Any]] = {stopped, *serving}
         try:
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait({stopped, *working}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             stopped.cancel()
-        if not self._stop.is_set():
-            log.error("poa.router.lost", reason="Dynamo ended an endpoint")
+        for ended in done - {stopped}:
+            log.error("poa.router.lost", what=str(ended), error=repr(ended.exception()))
 
     async def _drain(
         self, runtimes: dict[Role, Any], serving: list[asyncio.Future[None]], stats: RouterStats

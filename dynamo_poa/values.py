@@ -149,6 +149,7 @@ class Candidate(msgspec.Struct, frozen=True, array_like=True):
     uncached_tokens:        prompt tokens of this request that the worker would have to compute
     queued_prefill_tokens:  uncached prompt tokens booked there and not yet prefilled
     decode_blocks:          KV blocks of the requests booked there
+    added_blocks:           KV blocks this request would add there, beyond what it shares with running ones
     """
 
     worker_id: int
@@ -157,6 +158,7 @@ class Candidate(msgspec.Struct, frozen=True, array_like=True):
     queued_prefill_tokens: int
     decode_blocks: int
     active_requests: int
+    added_blocks: int = 0
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):

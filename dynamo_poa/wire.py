@@ -65,7 +65,7 @@ class DecisionBatch(msgspec.Struct, frozen=True, kw_only=True):
     dropped:         events this router has dropped since it started, because its queue was full
     in_flight:       requests by role that this router is serving now
     params_source:   `static`, `heartbeat` or `store`
-    loop_lag_s:      worst delay of the router's event loop since the batch before
+    loop_lag_s:      delay of the router's event loop in the last full batch period
     """
 
     version: int = VERSION
@@ -91,8 +91,12 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Handover(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """Router to routers, on `poa.<namespace>.handover`: where the prefill leg of a request went."""
+    """Router to routers, on `poa.<namespace>.handover.<router_id>`: where the prefill leg of a request went.
 
+    An empty host says that the prefill leg failed.
+    """
+
+    version: int = VERSION
     request_id: str
     worker_id: int
     dp_rank: int

@@ -45,7 +45,8 @@ class FakePool:
         self._turn = 0
 
     async def candidates(self, token_ids: list[int]) -> tuple[Candidate, ...]:
-        return tuple(Candidate(w, 0, len(token_ids), 0, 0, 0) for w in self.workers)
+        uncached_tokens = 0 if self.role is Role.DECODE else len(token_ids)
+        return tuple(Candidate(w, 0, uncached_tokens, 0, 0, 0) for w in self.workers)
 
     async def book(self, token_ids: list[int], override: dict[str, Any], booking: str) -> WorkerKey:
         assert token_ids, "KvRouter dies of an empty token list"
@@ -104,11 +105,17 @@ class FakeDirectory:
     def __init__(self, *cards: WorkerCard) -> None:
         self._cards = {card.worker_id: card for card in cards}
 
+        self.late: dict[int, WorkerCard] = {}
+        self.unusable: set[int] = set()
+
     def card(self, worker_id: int) -> WorkerCard | None:
         return self._cards.get(worker_id)
 
-    def drop(self, worker_id: int) -> None:
-        del self._cards[worker_id]
+    def refresh(self) -> None:
+        self._cards |= self.late
+
+    def refused(self, worker_id: int) -> bool:
+        return worker_id in self.unusable
 
 
 def prefill_card(worker_id: int, port: int) -> WorkerCard:

@@ -58,10 +58,10 @@ class Router:
 
 async def test_candidates_are_loads_before_the_prompt_and_what_it_would_add() -> None:
     """Dynamo's loads include the prompt: the difference is its uncached tokens."""
-    pool = WorkerPool(Router(), None, Role.PREFILL)
-    assert await pool.candidates([1] * 64) == (Candidate(A, 0, 48, 100, 7, 2),)
-    pool = WorkerPool(Router(), None, Role.DECODE)
-    assert (await pool.candidates([1] * 64))[0].uncached_tokens == 0
+    pool = WorkerPool(Router(), None, Role.PREFILL, 16)
+    assert await pool.candidates([1] * 64) == (Candidate(A, 0, 48, 100, 7, 2, 4),)
+    pool = WorkerPool(Router(), None, Role.DECODE, 16)
+    assert await pool.candidates([1] * 70) == (Candidate(A, 0, 0, 100, 7, 2, 4),)
 
 
 class Client:
@@ -83,7 +83,7 @@ class Client:
 async def test_the_rank_travels_with_the_request_and_the_first_chunk_is_awaited() -> None:
     """Each data-parallel rank has its own queue: the request says which."""
     client = Client(None)
-    first, rest = await WorkerPool(None, client, Role.DECODE).send(
+    first, rest = await WorkerPool(None, client, Role.DECODE, 16).send(
         {"routing": {"prefill_worker_id": 9}}, WorkerKey(A, 3), None
     )
     assert first == {"token_ids": [0]}
@@ -102,14 +102,14 @@ async def test_the_rank_travels_with_the_request_and_the_first_chunk_is_awaited(
 async def test_what_could_not_be_reached_is_told_apart(client: Client) -> None:
     """Such a request may be tried on another worker."""
     with pytest.raises(WorkerUnreachable) as caught:
-        await WorkerPool(None, client, Role.DECODE).send({}, WorkerKey(A, 0), None)
+        await WorkerPool(None, client, Role.DECODE, 16).send({}, WorkerKey(A, 0), None)
     assert caught.value.worker_id == A
 
 
 async def test_other_errors_stay_what_they_are() -> None:
     """An engine's own error would happen on any worker."""
     with pytest.raises(Exception, match="max_output_tokens"):
-        await WorkerPool(None, Client("max_output_tokens must be specified"), Role.DECODE).send(
+        await WorkerPool(None, Client("max_output_tokens must be specified"), Role.DECODE, 16).send(
             {}, WorkerKey(A, 0), None
         )
 

@@ -20,7 +20,7 @@ def decision(worker, candidates, role=Role.PREFILL):
         worker=WorkerKey(*worker),
         prompt_tokens=64,
         revision=1,
-        candidates=tuple(Candidate(*c, 0) for c in candidates),
+        candidates=tuple(Candidate(*c, 0, added_blocks=4) for c in candidates),
     )
 
 

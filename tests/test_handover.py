@@ -5,6 +5,7 @@ import asyncio
 import msgspec
 import pytest
 
+from dynamo_poa.clock import ManualClock, SystemClock
 from dynamo_poa.errors import BusError
 from dynamo_poa.handover import KEEP, HandoverChannel, HandoverFailed, Handovers
 from dynamo_poa.wire import Handover
@@ -71,8 +72,8 @@ class Wire:
 async def test_the_legs_meet_across_router_processes() -> None:
     """The frontend spreads each leg over the replicas independently."""
     wire = Wire()
-    first = HandoverChannel(wire, "poa", "router-0").table()
-    second = HandoverChannel(wire, "poa", "router-1").table()
+    first = HandoverChannel(wire, "poa", "router-0", SystemClock()).table()
+    second = HandoverChannel(wire, "poa", "router-1", SystemClock()).table()
     waiting = asyncio.ensure_future(second.wait("r"))
     first.announce(note())
     assert await asyncio.wait_for(waiting, 1.0) == (note(), 1)
@@ -82,10 +83,33 @@ async def test_the_legs_meet_across_router_processes() -> None:
 async def test_garbage_and_a_dead_bus_harm_nobody() -> None:
     """Undecodable notes are dropped; an unsent note leaves the local leg served."""
     wire = Wire()
-    table = HandoverChannel(wire, "poa", "router-0").table()
+    table = HandoverChannel(wire, "poa", "router-0", SystemClock()).table()
     await wire.publish("poa.poa.handover.router-9", b"\xc1")
     await wire.publish("poa.poa.handover.router-9", msgspec.msgpack.encode({"request_id": 1}))
     wire.up = False
     table.announce(note())
     await asyncio.sleep(0)
     assert await table.wait("r") == (note(), 1)
+
+
+async def test_a_note_is_sent_again_when_the_bus_is_back() -> None:
+    """A NATS restart must not cost the requests whose legs are on different routers."""
+    wire, clock = Wire(), ManualClock()
+    first = HandoverChannel(wire, "poa", "router-0", clock).table()
+    second = HandoverChannel(wire, "poa", "router-1", clock).table()
+    wire.up = False
+    first.announce(note())
+    await clock.advance(3.0)
+    assert len(second) == 0
+    wire.up = True
+    await clock.advance(0.1)
+    assert await second.wait("r") == (note(), 1)
+
+
+async def test_a_failure_after_the_decode_leg_has_ended_leaves_nothing_behind() -> None:
+    """With one process nobody else can be waiting."""
+    handovers = Handovers()
+    handovers.announce(note())
+    handovers.forget("r")
+    handovers.fail("r")
+    assert len(handovers) == 0

@@ -102,3 +102,20 @@ async def test_closing_sends_what_is_left() -> None:
         await clock.advance(0.06)
         out.add(ended(1))
     assert events_of(sink) == ["1"]
+
+
+async def test_a_batch_too_large_for_a_message_is_split_and_a_single_one_dropped(monkeypatch) -> None:
+    """Otherwise the same batch would be refused for ever and the router's status with it."""
+    monkeypatch.setattr("dynamo_poa.reporter.MAX_BATCH_BYTES", 400)
+    sink, clock = Sink(), ManualClock()
+    async with reporter(sink, clock) as out:
+        await clock.advance(0.06)
+        sink.batches.clear()
+        for number in range(20):
+            out.add(ended(number))
+        out.add(Ended(request_id="x" * 500, role=Role.DECODE, at_s=0.0, outcome=Outcome.OK))
+        out.add(ended(20))
+        await clock.advance(0.05)
+    assert events_of(sink) == [str(number) for number in range(21)]
+    assert len(sink.batches) > 2
+    assert out.dropped == 1

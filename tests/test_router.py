@@ -4,15 +4,17 @@ import asyncio
 from typing import Any
 
 import pytest
+from fakes import A, B, EventList, FakeContext, FakeDirectory, FakePool, prefill_card
+from structlog.testing import capture_logs
 
+from dynamo_poa.avoid import AvoidList
 from dynamo_poa.clock import ManualClock
 from dynamo_poa.config import RouterConfig
-from dynamo_poa.errors import WorkerUnreachable
+from dynamo_poa.errors import RequestShed, WorkerUnreachable
 from dynamo_poa.handover import HandoverFailed, Handovers
-from dynamo_poa.router import AvoidList, Leg, RequestRefused, RouterStats
+from dynamo_poa.router import Leg, RequestRefused, RouterStats
 from dynamo_poa.values import MAX_ROUTER_TEMPERATURE, Outcome, Role, RouterParams
 from dynamo_poa.wire import Chosen, Ended, FirstToken
-from fakes import A, B, EventList, FakeContext, FakeDirectory, FakePool, prefill_card
 
 
 class Holder:
@@ -30,7 +32,7 @@ class Bench:
         self.events = EventList()
         self.directory = FakeDirectory(prefill_card(A, 7001), prefill_card(B, 7002))
         self.stats = RouterStats()
-        self.avoid = AvoidList(15.0, self.directory, self.clock)
+        self.avoid = AvoidList(15.0, self.clock)
         self.leg = Leg(
             role,
             self.pool,
@@ -70,7 +72,7 @@ async def test_a_request_is_booked_streamed_reported_and_freed() -> None:
     assert isinstance(first, FirstToken)
     assert isinstance(ended, Ended)
     assert ended.outcome is Outcome.OK
-    assert bench.pool.prefilled_ids == ["r1"]
+    assert bench.pool.prefilled_ids == list(bench.pool.booked)
     assert bench.pool.open_bookings() == []
     assert bench.stats.in_flight[Role.AGGREGATED] == 0
 
@@ -138,16 +140,94 @@ async def test_two_refused_connections_fail_the_request_and_free_everything() ->
     assert bench.outcome() is Outcome.FAILED
 
 
-async def test_avoiding_ends_with_discovery_or_with_time() -> None:
-    """A worker is avoided until discovery drops it, or `avoid_s`."""
+async def test_avoiding_ends_with_time_and_forgets() -> None:
+    """A worker is avoided for `avoid_s`; the list holds no more than the workers of that time."""
     bench = Bench()
     bench.avoid.add(A)
-    bench.avoid.add(B)
     assert A in bench.avoid
-    bench.directory.drop(A)
-    assert A not in bench.avoid
     await bench.clock.advance(15.0)
-    assert B not in bench.avoid
+    assert A not in bench.avoid
+    bench.avoid.add(B)
+    assert list(bench.avoid._until_s) == [B]
+
+
+async def test_a_worker_refused_for_its_card_is_drawn_around_too() -> None:
+    """E6: KvRouter would still choose one with another block size."""
+    bench = Bench()
+    bench.directory.unusable = {A}
+    async for _ in bench.generate():
+        pass
+    assert [worker for worker, _ in bench.pool.sent] == [B]
+
+
+async def test_a_choice_drawn_around_a_dead_worker_is_not_priced() -> None:
+    """Such a draw says nothing of the policy: PoA-hat must not count it."""
+    bench = Bench()
+    bench.avoid.add(A)
+    async for _ in bench.generate():
+        pass
+    assert isinstance(bench.events[0], Chosen)
+    assert bench.events[0].candidates == ()
+
+
+async def test_two_requests_with_one_id_have_bookings_of_their_own() -> None:
+    """A client may set the id: the end of one must not end the other's booking."""
+    bench = Bench()
+    bench.pool.gate = asyncio.Event()
+    first = bench.generate("same")
+    await anext(first)
+    second = bench.generate("same")
+    await anext(second)
+    await second.aclose()
+    assert len(bench.pool.open_bookings()) == 1
+    bench.pool.gate.set()
+    async for _ in first:
+        pass
+    assert bench.pool.open_bookings() == []
+
+
+async def test_a_request_dynamo_sheds_is_counted_apart() -> None:
+    """S8: refused requests are no failures of ours and no TTFT samples."""
+    bench = Bench()
+
+    async def shed(*_: Any) -> Any:
+        raise RequestShed("queue limit")
+
+    bench.pool.book = shed  # type: ignore[method-assign]
+    with pytest.raises(RequestShed):
+        await anext(bench.generate())
+    assert bench.outcome() is Outcome.SHED
+
+
+async def test_a_first_chunk_that_is_an_error_is_no_first_token() -> None:
+    """An engine that fails at once must not look fast."""
+    bench = Bench()
+
+    async def fail(*_: Any) -> Any:
+        async def nothing() -> Any:
+            return
+            yield
+
+        return {"finish_reason": {"error": "no memory"}}, nothing()
+
+    bench.pool.send = fail  # type: ignore[method-assign]
+    async for _ in bench.generate():
+        pass
+    assert not any(isinstance(event, FirstToken) for event in bench.events)
+    assert bench.outcome() is Outcome.FAILED
+
+
+async def test_a_flood_of_failures_is_one_line_a_second() -> None:
+    """An outage must not become a flood of lines; what was not said is counted."""
+    bench = Bench()
+    with capture_logs() as logs:
+        for number in range(5):
+            with pytest.raises(RequestRefused):
+                await anext(bench.generate(f"r{number}", token_ids=[]))
+        await bench.clock.advance(1.0)
+        with pytest.raises(RequestRefused):
+            await anext(bench.generate("last", token_ids=[]))
+    assert [(line["request_id"], line["more"]) for line in logs] == [("r0", 0), ("last", 4)]
 
 
 async def test_a_client_that_leaves_ends_the_booking() -> None:
@@ -187,7 +267,7 @@ async def test_a_cancelled_task_ends_the_booking() -> None:
     bench.pool.before_first = asyncio.Event().wait
     task = asyncio.ensure_future(anext(bench.generate()))
     await asyncio.sleep(0.01)
-    assert bench.pool.open_bookings() == ["r1"]
+    assert len(bench.pool.open_bookings()) == 1
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -294,3 +374,13 @@ async def test_the_decode_leg_keeps_dynamos_preset() -> None:
     async for _ in bench.generate(router_config_override=preset):
         pass
     assert bench.pool.overrides[0] == {**preset, "router_temperature": 0.0, "revision": 7}
+
+
+async def test_a_prefill_worker_seen_by_the_kv_router_first_is_looked_up_again() -> None:
+    """The directory follows discovery a moment later than KvRouter does."""
+    bench = Bench(Role.PREFILL, Handovers())
+    bench.directory.late = {A: prefill_card(A, 7009)}
+    del bench.directory._cards[A]
+    async for _ in bench.generate(bootstrap_info={**BOOTSTRAP}):
+        pass
+    assert [request["bootstrap_info"]["bootstrap_port"] for _, request in bench.pool.sent] == [7009]
