@@ -294,8 +294,9 @@ class DecisionLog:
             return
         request.answered = True
         ttft_s = event.at_s - request.received_at_s
-        # Not clamped: a clock that jumped says nothing of the wait (S7). NaN fails the comparison too.
-        if not 0 <= ttft_s <= MAX_TTFT_S:
+        # Not clamped: a clock that jumped says nothing of the wait (S7). NaN fails the comparison too, and so
+        # does 0, of which no baseline could be made.
+        if not 0 < ttft_s <= MAX_TTFT_S:
             self.refused["impossible_ttft"] += 1
             return
         self._ttft.append((at_s, ttft_s))

@@ -98,7 +98,8 @@ class RouterParams(msgspec.Struct, frozen=True, kw_only=True):
     router_temperature:  τ, in [0, MAX_ROUTER_TEMPERATURE]; 0 is greedy
     overlap_weight:      ω, in [0, MAX_OVERLAP_WEIGHT]; weight of cache overlap
     issued_at_s:         seconds since the epoch
-    baseline_s:          TTFT P99 the regime was judged against, so that a restarted controller judges alike
+    baseline_s:          TTFT P99 the regime was judged against, so that a restarted controller judges alike;
+                         above 0, None while it is not known
     lease_s:             a router that hears nothing for this long falls back to its static parameters
 
     Raises:  ParamsError, naming the key, the value and the bound.
@@ -119,6 +120,8 @@ class RouterParams(msgspec.Struct, frozen=True, kw_only=True):
         _require_number("overlap_weight", self.overlap_weight, MAX_OVERLAP_WEIGHT)
         _require_number("lease_s", self.lease_s, 3600.0)
         _require_number("issued_at_s", self.issued_at_s, 1e11)
+        if self.baseline_s is not None:
+            _require_number("baseline_s", self.baseline_s, 86_400.0, above_zero=True)
         bound = f"a whole number in [0, {MAX_REVISION}]"
         if isinstance(self.revision, bool) or not isinstance(self.revision, int):
             raise ParamsError("type", "revision", self.revision, bound)
@@ -133,13 +136,13 @@ class RouterParams(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def _require_number(key: str, value: object, high: float) -> None:
-    bound = f"a finite number in [0, {high:g}]"
+def _require_number(key: str, value: object, high: float, *, above_zero: bool = False) -> None:
+    bound = f"a finite number in {'(' if above_zero else '['}0, {high:g}]"
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ParamsError("type", key, value, bound)
     if isinstance(value, float) and not math.isfinite(value):
         raise ParamsError("not_finite", key, value, bound)
-    if not 0 <= value <= high:
+    if not 0 <= value <= high or (above_zero and value == 0):
         raise ParamsError("out_of_range", key, value, bound)
 
 

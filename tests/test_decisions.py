@@ -109,7 +109,7 @@ def test_with_the_prefill_leg_alone_its_first_token_answers():
     assert decisions.take_ttft().p50_s == pytest.approx(0.5, abs=1e-6)
 
 
-@pytest.mark.parametrize("at_s", [-0.25, 4000.0, math.nan])
+@pytest.mark.parametrize("at_s", [-0.25, 0.0, 4000.0, math.nan])
 def test_an_impossible_ttft_is_counted_and_not_clamped(decisions, at_s):
     """A clock that jumped says nothing of the wait (S7)."""
     decisions.apply(Router().batch(chosen("a"), first("a", at_s)), 0.0)

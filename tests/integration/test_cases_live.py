@@ -84,6 +84,7 @@ POISON: list[tuple[str, bytes]] = [
     ("not_json", b'{"router_temperature": 0.7, "overl'),
     ("empty", b""),
     ("out_of_range", b'{"router_temperature": 0.5, "overlap_weight": 17}'),
+    ("out_of_range", b'{"router_temperature": 0.5, "overlap_weight": 1, "baseline_s": -3}'),
     ("too_large", b'{"router_temperature": 0.5, "overlap_weight": 1}'.ljust(KV_VALUE_BYTES - 1024)),
 ]
 
