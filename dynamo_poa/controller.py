@@ -16,7 +16,7 @@ from dynamo_poa.demand import Load
 from dynamo_poa.regime import RegimeSignal, RegimeState, Verdict, next_regime, unseen
 from dynamo_poa.report import params_event, regime_event, telemetry_record
 from dynamo_poa.tick import Choice, ControllerState, Effects, Observation, Settings
-from dynamo_poa.values import Applied, Mode, ParamsKind, Pin, RouterParams
+from dynamo_poa.values import MAX_REVISION, Applied, Mode, ParamsKind, Pin, RouterParams
 
 _BY_HAND = (ParamsKind.PIN, ParamsKind.EXTERNAL)
 
@@ -168,7 +168,10 @@ def _difference(
         known.append(current.revision)
     if seen.foreign is not None:
         known.append(seen.foreign.revision)
-    return _record(max(known, default=0) + 1, choice, state, seen, settings)
+    # A record may carry any valid revision. After the last one there is no next: we count anew from what else
+    # is known, and routers that hold it take our word when its lease is over.
+    followed = [revision for revision in known if revision < MAX_REVISION]
+    return _record(max(followed, default=0) + 1, choice, state, seen, settings)
 
 
 def _record(

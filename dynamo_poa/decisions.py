@@ -16,7 +16,7 @@ import msgspec
 from dynamo_poa import wire
 from dynamo_poa.estimator import PricedDecision, price
 from dynamo_poa.ttft import sample_of
-from dynamo_poa.values import Decision, Outcome, Role, TtftSample, WorkerKey
+from dynamo_poa.values import MAX_REVISION, Decision, Outcome, Role, TtftSample, WorkerKey
 
 MAX_REQUESTS = 100_000  # joined at once; 20 MB
 MAX_SAMPLES = 50_000  # TTFT measurements in a window; a graph on one machine makes a tenth
@@ -127,6 +127,8 @@ class DecisionLog:
         else:
             if batch.version > wire.VERSION:
                 self.refused["version"] += 1
+            elif not 0 <= batch.params_revision <= MAX_REVISION:
+                self.refused["revision"] += 1  # it cannot be that of a record
             else:
                 self.apply(batch, at_s)
 

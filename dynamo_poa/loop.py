@@ -168,8 +168,8 @@ class ControlLoop:
         await self._poll_store(started_s)
         self._start_scrape(started_s)
         seen = self._observe(started_s)
+        self._foreign = None  # first: a record that the step trips over must not trip every tick after it
         self._state, effects = step(self._state, seen, self._settings)
-        self._foreign = None
         effects = await self._apply(effects)
         self.latest = effects.record
         self._tick_s = self._clock.monotonic_s() - started_s

@@ -17,7 +17,7 @@ from dynamo_poa.errors import ParamsError
 # Dynamo accepts an infinite temperature; above this the choice is uniform to the last digit anyway,
 # and a number a person can read says more. Source: measured, host: KvRouter override.
 MAX_ROUTER_TEMPERATURE = 100.0
-MAX_REVISION = 2**53  # exact in JSON; no record can use up what comes after it
+MAX_REVISION = 2**53 - 1  # exact in JSON, also for readers that hold numbers as doubles
 MAX_OVERLAP_WEIGHT = 2.0  # contract: values above 1 give a cached block extra credit; 2 is the paper's range
 
 

@@ -251,6 +251,21 @@ def test_a_controller_that_lost_the_store_counts_on_from_what_routers_hold():
     assert channel.tick(routers=(router,)).publish.revision == 78
 
 
+def test_after_the_last_revision_it_counts_anew():
+    """I3: 2^53 - 1 is valid and has no successor; what else is known is still counted on."""
+    channel = Channel()
+    channel.tick()
+    adopted = channel.tick(foreign=record(revision=2**53 - 1)).publish
+    assert (adopted.revision, adopted.router_temperature) == (2, 0.4)
+    ghost = RouterView(
+        router_id="r1", revision=2**53 - 1, source="store", dropped=0, in_flight={}, age_s=0.1
+    )
+    channel.state = pinned(channel.state, Pin(router_temperature=0.3, overlap_weight=0.4))
+    assert channel.tick(routers=(ghost,)).publish.revision == 3
+    channel = Channel(current=record(ParamsKind.POLICY, revision=2**53 - 1))
+    assert channel.tick().publish.revision == 1
+
+
 def test_without_nats_everything_is_held():
     """HELD_STALE, nothing published, regime untouched, however slow the last thing seen was."""
     channel = Channel()

@@ -233,6 +233,8 @@ def test_too_many_open_requests_push_out_the_oldest():
         (b"", "not_msgpack"),
         (msgspec.msgpack.encode({"router_id": "r1"}), "schema"),
         (msgspec.msgpack.encode(Router().batch(version=2)), "version"),
+        (msgspec.msgpack.encode(Router().batch(params_revision=2**53)), "revision"),
+        (msgspec.msgpack.encode(Router().batch(params_revision=-1)), "revision"),
     ],
 )
 def test_what_is_no_batch_is_counted_by_reason(decisions, payload, reason):

@@ -2,6 +2,7 @@
 
 import asyncio
 
+import msgspec
 import pytest
 import structlog
 from simulated_graph import STATIC, Graph, ticking
@@ -77,6 +78,19 @@ async def test_a_tick_that_fails_is_counted_and_parameters_and_leases_go_on():
             assert g.last.failed_ticks == 20
     failures = [line for line in lines if line["event"] == "poa.tick.failed"]
     assert [line["failed_ticks"] for line in failures] == [1]  # twenty times the same is said once
+
+
+async def test_an_outside_write_that_trips_a_tick_trips_only_that_one():
+    """I3: what the checks of a record should ever miss is dropped, not tried again every tick."""
+    slipped_through = RouterParams(revision=9, router_temperature=0.3, overlap_weight=0.4)
+    msgspec.structs.force_setattr(slipped_through, "revision", "nine")
+    g = graph()
+    async with ticking(g):
+        await g.run(2, HEALTHY)
+        g.channel.foreign = slipped_through
+        await g.run(5, HEALTHY)
+    assert g.last.failed_ticks == 1
+    assert g.last.tick == 28
 
 
 async def test_cancellation_ends_the_loop():
