@@ -114,37 +114,53 @@ async def test_other_errors_stay_what_they_are() -> None:
         )
 
 
-class Cards:
-    def __init__(self, **block_sizes: int) -> None:
-        self._cards = {
-            worker.removeprefix("w"): json.dumps(
-                {
-                    "worker_type": "decode",
-                    "kv_cache_block_size": size,
-                    "runtime_config": {},
-                    "display_name": "m",
-                }
-            )
-            for worker, size in block_sizes.items()
-        }
+class Watch:
+    """An endpoint with workers of given block sizes."""
 
-    def get_model_cards(self) -> dict[str, str]:
-        return self._cards
+    def __init__(self, block_sizes: dict[int, int]) -> None:
+        self.block_sizes = block_sizes
+        self.asked: list[set[int]] = []
 
-    def instance_ids(self) -> list[int]:
-        return [int(worker) for worker in self._cards]
+    def instance_ids(self) -> set[int]:
+        return set(self.block_sizes)
+
+    def cards_of(self, unread: set[int]) -> dict[int, str]:
+        self.asked.append(unread)
+        card = {"worker_type": "decode", "display_name": "m"}
+        return {w: json.dumps({**card, "kv_cache_block_size": self.block_sizes[w]}) for w in unread}
+
+
+def directory_of(watch: Watch) -> WorkerDirectory:
+    directory = WorkerDirectory(None, {}, ManualClock(), block_size=16)
+    directory._watches = [watch]  # type: ignore[list-item]
+    return directory
 
 
 def test_a_worker_with_another_block_size_is_refused_once_naming_both_sizes() -> None:
     """Overlap would always be zero without an error. Source: case E6, measured."""
-    directory = WorkerDirectory(None, {}, ManualClock(), block_size=16)
-    cards = Cards(w1=16, w2=64)
-    directory._watches = [(cards, cards)]
+    directory = directory_of(Watch({1: 16, 2: 64}))
     with capture_logs() as logs:
         directory.refresh()
         directory.refresh()
     assert [card.worker_id for card in directory.cards()] == [1]
     assert directory.count(Role.DECODE) == 1
+    assert directory.refused(2)
+    assert not directory.refused(1)
     assert [(line["worker_id"], line["error"]) for line in logs] == [
         ("2", "its KV block size is 64, Common.block_size = 16")
     ]
+
+
+def test_cards_are_asked_for_only_while_some_worker_is_unread() -> None:
+    """Asking costs a copy of every forward-pass message; a worker that leaves is gone at once."""
+    watch = Watch({1: 16})
+    directory = directory_of(watch)
+    directory.refresh()
+    directory.refresh()
+    watch.block_sizes[3] = 16
+    directory.refresh()
+    assert watch.asked == [{1}, set(), {3}]
+    del watch.block_sizes[1]
+    directory.refresh()
+    assert [card.worker_id for card in directory.cards()] == [3]
+    assert directory.card(1) is None
