@@ -29,21 +29,20 @@ def take_over(stored: RouterParams | None) -> ControllerState:
     """
     if stored is None:
         return ControllerState()
-    by_hand = stored.kind in _BY_HAND
     return ControllerState(
         regime=RegimeState(regime=stored.regime, baseline_s=stored.baseline_s),
-        kept_revision=stored.revision if by_hand else None,
+        kept=stored.kind in _BY_HAND,
     )
 
 
 def pinned(state: ControllerState, pin: Pin) -> ControllerState:
     """Return the state with an operator's pin in place of whatever an operator wanted before."""
-    return msgspec.structs.replace(state, pin=pin, kept_revision=None)
+    return msgspec.structs.replace(state, pin=pin, kept=False)
 
 
 def released(state: ControllerState) -> ControllerState:
     """Return the state without pin or kept outside write: the policy decides again."""
-    return msgspec.structs.replace(state, pin=None, kept_revision=None)
+    return msgspec.structs.replace(state, pin=None, kept=False)
 
 
 def step(state: ControllerState, seen: Observation, settings: Settings) -> tuple[ControllerState, Effects]:
@@ -64,21 +63,16 @@ def step(state: ControllerState, seen: Observation, settings: Settings) -> tuple
     pin = state.pin
     if pin is not None and pin.until_s is not None and seen.monotonic_s >= pin.until_s:
         pin = None
-    kept_revision = None if changed or seen.foreign is not None else state.kept_revision
+    kept = state.kept and not changed and seen.foreign is None
     before = state.regime.regime
-    state = msgspec.structs.replace(
-        state, regime=regime, pin=pin, kept_revision=kept_revision, tick=state.tick + 1
-    )
+    state = msgspec.structs.replace(state, regime=regime, pin=pin, kept=kept, tick=state.tick + 1)
     state = _count_swap(state, seen.current)
 
     wanted = _wanted(state, verdict, settings)
     choice = _choose(state, seen, settings, wanted, stale=bool(stale))
     publish = _difference(state, seen, settings, choice)
     if publish is not None:
-        by_hand = state.pin is None and publish.kind in _BY_HAND
-        state = msgspec.structs.replace(
-            state, announced=True, kept_revision=publish.revision if by_hand else None
-        )
+        state = msgspec.structs.replace(state, kept=state.pin is None and publish.kind in _BY_HAND)
     applied = _outcome(publish, choice, wanted, verdict)
     unpublished = Choice(settings.static, ParamsKind.STATIC, "nothing published yet")
     in_force = publish or seen.current or _record(0, unpublished, state, seen, settings)
@@ -139,7 +133,7 @@ def _choose(
     if foreign is not None:
         pair = (foreign.router_temperature, foreign.overlap_weight)
         return Choice(pair, ParamsKind.EXTERNAL, foreign.reason or "written to the store by an operator")
-    if current is not None and (stale or state.kept_revision == current.revision):
+    if current is not None and (stale or state.kept):
         return Choice((current.router_temperature, current.overlap_weight), current.kind, current.reason)
     if mode is Mode.SHADOW:
         return Choice(settings.static, ParamsKind.STATIC, "mode is shadow")
@@ -158,7 +152,7 @@ def _difference(
     current = seen.current
     if not seen.bus_connected:
         return None
-    if current is not None and seen.foreign is None and state.announced:
+    if current is not None and seen.foreign is None and seen.announced:
         same_values = (current.router_temperature, current.overlap_weight) == choice.values
         same_regime = current.regime is state.regime.regime or choice.kind is not ParamsKind.POLICY
         if same_values and current.kind is choice.kind and same_regime:

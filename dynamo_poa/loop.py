@@ -48,7 +48,7 @@ class ParamsChannel(Protocol):
         ...
 
     async def publish(self, params: RouterParams) -> None:
-        """Make a record the one in force."""
+        """Make a record the one in force, or raise ActuationError and leave the one before."""
         ...
 
     async def heartbeat(self) -> None:
@@ -129,6 +129,7 @@ class ControlLoop:
         self._tick_s = 0.0
         self._failed_ticks = 0
         self._last_failure = ""
+        self._apply_failure = ""
         self._scrape: asyncio.Task[None] | None = None
 
     @property
@@ -171,6 +172,8 @@ class ControlLoop:
         self._foreign = None  # first: a record that the step trips over must not trip every tick after it
         self._state, effects = step(self._state, seen, self._settings)
         effects = await self._apply(effects)
+        if effects.publish is None or effects.record.applied is Applied.APPLY_FAILED:
+            self._foreign = seen.foreign  # not dealt with yet
         self.latest = effects.record
         self._tick_s = self._clock.monotonic_s() - started_s
         for sink in self._sinks:
@@ -258,6 +261,7 @@ class ControlLoop:
             wall_s=self._clock.wall_s(),
             monotonic_s=at_s,
             current=self._channel.current or self._stored,
+            announced=self._channel.current is not None,
             foreign=self._foreign,
             ttft=ttft,
             estimate=self._estimate,
@@ -312,15 +316,17 @@ class ControlLoop:
                 self._due_at_s["heartbeat"] = at_s + self._settings.config.heartbeat_s
             except ActuationError as error:
                 failed = str(error)
-                self._due_at_s.pop("heartbeat", None)  # as soon as there is a connection
         else:
             try:
                 await self._heartbeat(at_s)
             except BusError as error:
                 log.debug(telemetry.HEARTBEAT_MISSED, error=str(error))
+        said, self._apply_failure = self._apply_failure, failed
         for event in effects.events:
             name, details = event.name, event.details
             if failed and name == telemetry.PARAMS_APPLIED:
+                if failed == said:  # asked for again every tick, said once
+                    continue
                 name, details = telemetry.PARAMS_HELD, {"outcome": Applied.APPLY_FAILED, "error": failed}
             log.info(name, before=event.before, after=event.after, reason=event.reason, **details)
         if not failed:
@@ -329,11 +335,16 @@ class ControlLoop:
         return msgspec.structs.replace(effects, record=record)
 
     async def _publish(self, params: RouterParams) -> None:
-        """Publish without a slow store holding up ticks: the heartbeat goes first, `poll_store` heals."""
+        """Publish without a slow store holding up ticks: the heartbeat goes first, `poll_store` heals.
+
+        Raises:  ActuationError when the record is not in force.
+        """
         try:
             async with asyncio.timeout(STORE_TIMEOUT_S):
                 await self._channel.publish(params)
-        except TimeoutError:
+        except TimeoutError as error:
+            if self._channel.current is not params:
+                raise ActuationError(f"revision {params.revision} not published: timeout") from error
             log.warning(telemetry.STORE_UNREAD, error=f"revision {params.revision} not stored yet")
 
     async def _heartbeat(self, at_s: float) -> None:

@@ -284,7 +284,7 @@ class ParamsPublisher:
     """The controller's side: says what is in force, stores it, and minds what others write to the store.
 
     mode:          what the heartbeats say; may be changed
-    current:       the record the heartbeats carry, None before the first `publish`
+    current:       the record the heartbeats carry: the last that went out, None before the first
     refused:       bad stored records by reason; `deleted` counts delete and purge markers
     store_errors:  writes that failed; each is made good by a later `poll_store`
     """
@@ -301,6 +301,7 @@ class ParamsPublisher:
         self._refusals = _RefusalLog(namespace, clock)
         self._seen_revision = 0  # of the store, not of the record: the newest entry we wrote or dealt with
         self._unsaved = False
+        self._written: RouterParams | None = None  # the last we tried to store, with success or without
 
     async def load(self) -> RouterParams | None:
         """Return the newest good record of the store's history, for a controller that takes over.
@@ -329,34 +330,36 @@ class ParamsPublisher:
     async def publish(self, params: RouterParams) -> None:
         """Make `params` the record in force: heartbeat at once, then the store.
 
-        Raises:  ActuationError when neither worked. One is enough: the other follows, with the next
-                 heartbeat or `poll_store`.
+        Raises:  ActuationError when neither worked; the record before is then still in force. One is enough:
+                 the other follows, with the next heartbeat or `poll_store`.
         """
-        self.current = params
-        failures = []
+        unsaid: BusError | None = None
         try:
-            await self.heartbeat()
+            await self._say(params)
+            self.current = params  # at once: the caller may not wait for the store
         except BusError as error:
-            failures.append(error)
+            unsaid = error
         try:
-            await self._store()
-        except BusError as error:
-            failures.append(error)
-        if len(failures) == 2:
-            raise ActuationError(f"revision {params.revision} not published: {failures[0]}") from failures[0]
+            await self._store(params)
+            self.current = params
+        except BusError:
+            if unsaid is not None:
+                raise ActuationError(f"revision {params.revision} not published: {unsaid}") from unsaid
 
     async def heartbeat(self) -> None:
         """Repeat the record in force, which renews its lease; nothing before the first `publish`.
 
         Raises:  BusError when not connected.
         """
-        if self.current is None:
-            return
+        if self.current is not None:
+            await self._say(self.current)
+
+    async def _say(self, params: RouterParams) -> None:
         message = Heartbeat(
             controller_id=self._controller_id,
             sent_at_s=self._clock.wall_s(),
             mode=self.mode,
-            params=self.current,
+            params=params,
         )
         await self._bus.publish(subject(self._namespace, "params"), msgspec.msgpack.encode(message))
 
@@ -379,13 +382,14 @@ class ParamsPublisher:
             elif self._is_news(params):
                 return params
         if self._unsaved and self.current is not None:
-            await self._store()
+            await self._store(self.current)
             log.info("poa.params.restored", namespace=self._namespace, revision=self.current.revision)
         return None
 
     def _is_news(self, params: RouterParams) -> bool:
-        # Also false for our own write whose answer was lost, and keeps two controllers that were started
-        # by mistake from adopting each other's records for ever.
+        if params == self._written:  # our own, whose answer was lost
+            return False
+        # Keeps two controllers that were started by mistake from adopting each other's records for ever.
         current = self.current
         return current is None or params.kind != current.kind or not params.same_values(current)
 
@@ -399,13 +403,11 @@ class ParamsPublisher:
             self._refusals.say(error, "store", self.refused[error.reason])
             return None
 
-    async def _store(self) -> None:
-        assert self.current is not None
+    async def _store(self, params: RouterParams) -> None:
         self._unsaved = True
+        self._written = params
         try:
-            self._seen_revision = await self._bus.kv_put(
-                bucket(self._namespace), KEY, encode_params(self.current)
-            )
+            self._seen_revision = await self._bus.kv_put(bucket(self._namespace), KEY, encode_params(params))
         except BusError:
             self.store_errors += 1
             raise

@@ -32,6 +32,7 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True):
     """Everything a tick sees.
 
     current:        the record in force in the channel, None before the first
+    announced:      this controller has published, be it only what it took over
     foreign:        a record somebody else wrote to the store since the last tick
     message_age_s:  since the last message of any kind, None before the first
     """
@@ -39,6 +40,7 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True):
     wall_s: float
     monotonic_s: float
     current: RouterParams | None = None
+    announced: bool = False
     foreign: RouterParams | None = None
     ttft: TtftSample = TtftSample()
     estimate: Estimate = Estimate(reason="no decisions")
@@ -53,16 +55,14 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True):
 class ControllerState(msgspec.Struct, frozen=True, kw_only=True):
     """What is carried from tick to tick.
 
-    pin:            an operator's, through the control service; changed by `pinned` and `released` only
-    kept_revision:  the record of an operator's outside write, kept until the regime next changes
-    announced:      this controller has published, be it only what it took over
-    last_held:      the outcome and wish last reported as held, so that it is said once
+    pin:        an operator's, through the control service; changed by `pinned` and `released` only
+    kept:       the record in force is an operator's outside write, kept until the regime next changes
+    last_held:  the outcome and wish last reported as held, so that it is said once
     """
 
     regime: RegimeState = RegimeState()
     pin: Pin | None = None
-    kept_revision: int | None = None
-    announced: bool = False
+    kept: bool = False
     tick: int = 0
     swaps: int = 0
     last_values: Pair | None = None

@@ -50,9 +50,9 @@ class FakeChannel:
         return self.stored
 
     async def publish(self, params):
-        self.current = params
         if not self._bus.connected:
             raise ActuationError("not connected")
+        self.current = params
         self.written.append((self._clock.monotonic_s(), params))
         self.stored = params
 

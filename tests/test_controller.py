@@ -38,6 +38,7 @@ class Channel:
             wall_s=1.8e9 + self.at_s,
             monotonic_s=self.at_s,
             current=self.current,
+            announced=bool(self.published),
             ttft=TtftSample(
                 p50_s=p99_s, p99_s=p99_s, samples=100 if p99_s else 0, fresh=bool(p99_s), source="decisions"
             ),

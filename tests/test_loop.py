@@ -7,10 +7,10 @@ import pytest
 import structlog
 from simulated_graph import STATIC, Graph, ticking
 
-from dynamo_poa.errors import BusError
+from dynamo_poa.errors import ActuationError, BusError
 from dynamo_poa.fleet import Fleet
 from dynamo_poa.ttft import FrontendScraper
-from dynamo_poa.values import Applied, Pin, Regime, RouterParams
+from dynamo_poa.values import Applied, ParamsKind, Pin, Regime, RouterParams
 
 HEALTHY = 20
 
@@ -103,31 +103,94 @@ async def test_cancellation_ends_the_loop():
         await task
 
 
-async def test_a_publication_that_fails_is_reported_and_made_good():
-    """ActuationError: outcome apply_failed, then the heartbeat carries the record as soon as it can."""
-    g = graph()
-    publish, failing = g.channel.publish, [True]
+def flaky(g):
+    """Let publications fail while the returned list is not empty, though the bus looks connected."""
+    publish, failing = g.channel.publish, []
 
-    async def flaky(params):
+    async def publish_or_fail(params):
         if failing:
-            g.bus.connected = False  # what ParamsPublisher finds out on trying
-            try:
-                await publish(params)
-            finally:
-                g.bus.connected = True
+            raise ActuationError("not connected")
         await publish(params)
 
-    g.channel.publish = flaky
+    g.channel.publish = publish_or_fail
+    return failing
+
+
+async def test_a_publication_that_fails_is_asked_for_again_and_told_once():
+    """ActuationError: outcome apply_failed while it fails; `applied` and the swap when it went out."""
+    g = graph()
+    failing = flaky(g)
     with structlog.testing.capture_logs() as lines:
         async with ticking(g):
-            await g.run(0.25, HEALTHY)
-            assert g.records[0].applied is Applied.APPLY_FAILED
+            await g.run(2, HEALTHY)
+            failing.append(True)
+            g.loop.pin(Pin(router_temperature=0.3, overlap_weight=0.4))
+            await g.run(1, HEALTHY)
+            assert [record.applied for record in g.records[-4:]] == [Applied.APPLY_FAILED] * 4
+            assert g.last.swaps == 0
+            assert g.channel.current.revision == 1
             failing.clear()
             await g.run(1, HEALTHY)
-    held = next(line for line in lines if line["event"] == "poa.params.held")
-    assert (held["outcome"], held["error"]) == (Applied.APPLY_FAILED, "not connected")
-    assert g.channel.heartbeats[0][1].revision == 1
-    assert g.last.applied is not Applied.APPLY_FAILED
+    told = [
+        (line["event"], line.get("outcome"), line.get("revision"))
+        for line in lines
+        if line["event"].startswith("poa.params.")
+    ]
+    assert told == [
+        ("poa.params.applied", None, 1),
+        ("poa.params.held", Applied.APPLY_FAILED, None),
+        ("poa.params.applied", None, 2),
+        ("poa.params.held", Applied.HELD_PIN, None),
+    ]
+    assert g.written == [(0.0, 1.0, "policy"), (0.3, 0.4, "pin")]
+    assert g.last.swaps == 1
+
+
+async def test_an_outside_write_waits_until_it_can_be_adopted():
+    """It is read from the store once; a publication that fails, or an outage, must not lose it."""
+    g = graph()
+    failing = flaky(g)
+    async with ticking(g):
+        await g.run(2, HEALTHY)
+        failing.append(True)
+        g.channel.foreign = RouterParams(revision=7, router_temperature=0.3, overlap_weight=0.4)
+        await g.run(2, HEALTHY)
+        g.bus.connected = False
+        failing.clear()
+        await g.run(2, HEALTHY)
+        assert g.written == [(0.0, 1.0, "policy")]
+        g.bus.connected = True
+        await g.run(5, HEALTHY)
+    assert g.written == [(0.0, 1.0, "policy"), (0.3, 0.4, "external")]
+    assert g.channel.current.revision == 8
+
+
+async def test_a_first_record_that_fails_is_published_for_a_predecessors_sake_too():
+    """A successor says what it took over once it can: routers may hold what the store has lost."""
+    stored = RouterParams(revision=9, router_temperature=0.0, overlap_weight=1.0, kind=ParamsKind.POLICY)
+    g = graph(stored=stored)
+    failing = flaky(g)
+    failing.append(True)
+    async with ticking(g):
+        await g.run(1, HEALTHY)
+        failing.clear()
+        await g.run(1, HEALTHY)
+    assert g.channel.current.revision == 10
+
+
+async def test_a_store_that_does_not_answer_is_no_publication():
+    """Neither heartbeat nor store within its time: the record before stays in force."""
+    g = graph()
+
+    async def hang(params):
+        await asyncio.Event().wait()
+
+    g.channel.publish = hang
+    with structlog.testing.capture_logs() as lines:
+        await g.loop.tick()
+    held = [line for line in lines if line["event"] == "poa.params.held"]
+    assert [line["error"] for line in held] == ["revision 1 not published: timeout"]
+    assert g.last.applied is Applied.APPLY_FAILED
 
 
 async def test_the_loop_waits_for_nats_and_then_takes_over():

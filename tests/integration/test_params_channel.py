@@ -117,18 +117,52 @@ async def test_a_router_started_without_a_server_catches_up(tmp_path: Path) -> N
         publisher = publisher_on(bus)
         with pytest.raises(ActuationError, match=r"revision 1 not published: NATS at .*: not connected"):
             await publisher.publish(record(1))
+        assert publisher.current is None  # nothing is in force that nobody was told
         assert not await router.wait_loaded(0.2)
         assert router.holder.current == STATIC
         with server:
             await router_bus.wait_connected(5)
             await bus.wait_connected(5)
-            await publisher.heartbeat()
+            await publisher.publish(record(1))
             await eventually(lambda: router.holder.current == record(1))
-            assert await publisher.poll_store() is None  # makes good the write that failed
             assert publisher.store_errors == 1
             entry = await bus.kv_get(bucket(NAMESPACE), KEY)
             assert entry is not None
             assert entry.value == encode_params(record(1))
+
+
+async def test_what_was_not_published_after_all_is_not_taken_for_an_operators(
+    nats_server: NatsServer,
+) -> None:
+    """A write whose answer is lost with its heartbeat is our own, and the record in force replaces it."""
+
+    class HalfDeafBus(Bus):
+        deaf = False
+
+        async def publish(self, subject: str, data: bytes) -> None:
+            if self.deaf:
+                raise BusError("not connected")
+            await super().publish(subject, data)
+
+        async def kv_put(self, bucket: str, key: str, value: bytes) -> int:
+            revision = await super().kv_put(bucket, key, value)
+            if self.deaf:
+                raise BusError("no answer")
+            return revision
+
+    async with HalfDeafBus(nats_server.url, name="test", clock=CLOCK) as bus:
+        await bus.wait_connected(5)
+        publisher = publisher_on(bus)
+        await publisher.publish(record(1))
+        bus.deaf = True
+        with pytest.raises(ActuationError):
+            await publisher.publish(record(2, 0.9))
+        bus.deaf = False
+        assert publisher.current == record(1)
+        assert await publisher.poll_store() is None
+        entry = await bus.kv_get(bucket(NAMESPACE), KEY)
+        assert entry is not None
+        assert entry.value == encode_params(record(1))
 
 
 async def test_both_ends_heal_after_the_server_restarts(nats_server: NatsServer, bus: Bus) -> None:
