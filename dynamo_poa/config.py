@@ -165,9 +165,14 @@ class RouterConfig(Section, frozen=True, kw_only=True):
         Literal["overlap_score_credit", "prefill_load_scale"], Knob("which Dynamo override ω becomes")
     ] = "overlap_score_credit"
     replica_sync: Annotated[bool, Knob("Dynamo's own synchronisation of router replicas")] = False
-    record_candidates: Annotated[
-        bool, Knob("record every worker's load with each decision: what PoA-hat is computed from")
-    ] = True
+    candidates_per_s: Annotated[
+        float,
+        Knob(
+            "decisions a second and leg that are recorded with every worker's load, which PoA-hat is computed from; a fifth of a request's cost; 0 records none",
+            low=0,
+            high=100_000,
+        ),
+    ] = 50.0
     batch_s: Annotated[float, Knob("decisions are sent at least so often", "s", above=0, high=10)] = 0.05
     batch_size: Annotated[int, Knob("or when so many are waiting", low=1, high=4096)] = 64
     queue_size: Annotated[

@@ -112,6 +112,24 @@ class RouterStats:
         self.retries: Counter[str] = Counter()
 
 
+class Sampler:
+    """Lets through so many a second; what was not used up to a second's worth, so bursts are whole."""
+
+    def __init__(self, per_s: float, clock: Clock) -> None:
+        self._per_s, self._clock = per_s, clock
+        self._left, self._at_s = per_s, clock.monotonic_s()
+
+    def take(self) -> bool:
+        """Tell whether this one may."""
+        now_s = self._clock.monotonic_s()
+        self._left = min(self._left + (now_s - self._at_s) * self._per_s, max(self._per_s, 1.0))
+        self._at_s = now_s
+        if self._left < 1:
+            return False
+        self._left -= 1
+        return True
+
+
 class Leg:
     """One leg of the requests: prefill, decode or aggregated."""
 
@@ -133,7 +151,7 @@ class Leg:
         self._role, self._pool, self._override = role, pool, override
         self._params, self._events, self._directory = params, events, directory
         self._handovers, self._avoid, self._stats = handovers, avoid, stats
-        self._record_candidates, self._clock = config.record_candidates, clock
+        self._clock, self._sampler = clock, Sampler(config.candidates_per_s, clock)
         self._complained_at_s, self._unsaid = float("-inf"), 0
 
     async def generate(self, request: dict[str, Any], context: Any) -> AsyncIterator[Any]:
@@ -278,7 +296,7 @@ class _Trip:
             raise RequestRefused("token_ids = []: must hold at least one token")
         params = leg._params.current
         override = leg._override(params, self.request.get("router_config_override"))
-        candidates = await leg._pool.candidates(token_ids) if leg._record_candidates else ()
+        candidates = await leg._pool.candidates(token_ids) if leg._sampler.take() else ()
         worker, picks = await self._book(token_ids, override)
         if picks > 1:
             candidates = ()  # a draw around a dead worker says nothing of the policy: it is not priced

@@ -12,7 +12,7 @@ from dynamo_poa.clock import ManualClock
 from dynamo_poa.config import RouterConfig
 from dynamo_poa.errors import RequestShed, WorkerUnreachable
 from dynamo_poa.handover import HandoverFailed, Handovers
-from dynamo_poa.router import Leg, RequestRefused, RouterStats
+from dynamo_poa.router import Leg, RequestRefused, RouterStats, Sampler
 from dynamo_poa.values import MAX_ROUTER_TEMPERATURE, Outcome, Role, RouterParams
 from dynamo_poa.wire import Chosen, Ended, FirstToken
 
@@ -384,3 +384,15 @@ async def test_a_prefill_worker_seen_by_the_kv_router_first_is_looked_up_again()
     async for _ in bench.generate(bootstrap_info={**BOOTSTRAP}):
         pass
     assert [request["bootstrap_info"]["bootstrap_port"] for _, request in bench.pool.sent] == [7009]
+
+
+async def test_candidates_are_recorded_so_many_times_a_second() -> None:
+    """They cost a fifth of a request; a burst up to a second's worth is recorded whole."""
+    clock = ManualClock()
+    sampler = Sampler(3.0, clock)
+    assert [sampler.take() for _ in range(5)] == [True, True, True, False, False]
+    await clock.advance(0.5)
+    assert [sampler.take() for _ in range(2)] == [True, False]
+    await clock.advance(60.0)
+    assert [sampler.take() for _ in range(5)] == [True, True, True, False, False]
+    assert not Sampler(0.0, clock).take()
