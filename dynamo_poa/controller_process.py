@@ -64,7 +64,12 @@ class ControllerProcess:
             asyncio.get_running_loop().add_signal_handler(number, self._stop.set)
         controller_id = f"controller-{os.getpid()}"
         exposed = common.namespace if self._router.exposes_decode else None
-        fleet = Fleet(common.worker_namespace, config.stale_s, exposed=exposed)
+        fleet = Fleet(
+            common.worker_namespace,
+            config.stale_s,
+            exposed=exposed,
+            routers_synced=self._router.replica_sync,
+        )
         decisions = self._decision_log()
         metrics = ControllerMetrics(lambda: fleet.workers(clock.monotonic_s()))
         async with AsyncExitStack() as stack:

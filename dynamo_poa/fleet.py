@@ -17,7 +17,6 @@ from dynamo_poa.load import Publisher, RankLoad, WorkerState
 from dynamo_poa.ordering import Place
 from dynamo_poa.values import PoolLoad, Role, WorkerCard, WorkerKey
 from dynamo_poa.wire import (
-    ACTIVE_SEQUENCES,
     FORWARD_PASS_METRICS,
     KV_METRICS,
     DynamoMessage,
@@ -89,8 +88,18 @@ class Fleet:
     last_message_at_s:  when the last message of our namespace came, None before the first
     """
 
-    def __init__(self, namespace: str, stale_s: float, *, exposed: str | None = None) -> None:
-        """Watch a namespace, and a second one where workers stand that the frontend sees directly."""
+    def __init__(
+        self,
+        namespace: str,
+        stale_s: float,
+        *,
+        exposed: str | None = None,
+        routers_synced: bool = False,
+    ) -> None:
+        """Watch a namespace, and a second one where workers stand that the frontend sees directly.
+
+        Args:  routers_synced: each router's figures include the other routers' (`replica_sync`).
+        """
         self.received: Counter[str] = Counter()
         self.dropped: Counter[str] = Counter()
         self.last_message_at_s: float | None = None
@@ -100,7 +109,7 @@ class Fleet:
         self._publishers: dict[tuple[int, str], Publisher] = {}
         self._pending: dict[int, _Pending] = {}
         self._pending_bytes = 0
-        self._routers_synced_at_s = float("-inf")
+        self._routers_synced = routers_synced
         self._notices: list[Notice] = []
         self._noticed: set[str] = set()
 
@@ -142,9 +151,8 @@ class Fleet:
 
     def workers(self, at_s: float) -> list[WorkerState]:
         """Return each (worker_id, dp_rank) as known now, in order of their ids."""
-        synced = at_s - self._routers_synced_at_s <= self._stale_s
         return [
-            rank.state(WorkerKey(worker_id, dp_rank), worker.card, at_s, self._stale_s, synced)
+            rank.state(WorkerKey(worker_id, dp_rank), worker.card, at_s, self._stale_s, self._routers_synced)
             for worker_id, worker in sorted(self._workers.items())
             for dp_rank, rank in worker.ranks.items()
         ]
@@ -184,7 +192,7 @@ class Fleet:
         """Let a message change what it speaks of; return its worker's id when that has no card."""
         body = message.body
         if not body:
-            self._note_unused(message.topic, at_s)
+            self.dropped["unused"] += 1
             return None
         # Measured: all events of one message come from one worker.
         worker_id = body[0].worker_id if isinstance(body, tuple) else body.worker_id
@@ -228,12 +236,6 @@ class Fleet:
             for other in worker.ranks.values():
                 if other is not rank:
                     other.cache.empty()
-
-    def _note_unused(self, topic: str, at_s: float) -> None:
-        if topic == ACTIVE_SEQUENCES:
-            # Only synchronised routers send this, and then each one's bookings include its peers'.
-            self._routers_synced_at_s = at_s
-        self.dropped["unused"] += 1
 
     def _publisher(self, publisher_id: int, topic: str, worker_id: int) -> Publisher | None:
         publisher = self._publishers.get((publisher_id, topic))
