@@ -25,7 +25,7 @@ MAX_TTFT_S = 3600.0  # more is a clock, not a wait
 _decode_batch = msgspec.msgpack.Decoder(wire.DecisionBatch).decode
 
 
-class RouterStatus(msgspec.Struct, frozen=True, kw_only=True):
+class RouterSeen(msgspec.Struct, frozen=True, kw_only=True):
     """What one router said last. `seen_at_s` is monotonic and ours, the rest is the router's."""
 
     router_id: str
@@ -104,7 +104,7 @@ class DecisionLog:
         self._prefill_load_scale = prefill_load_scale
         self._answering = answering
         self._max_requests = max_requests
-        self._routers: dict[str, RouterStatus] = {}
+        self._routers: dict[str, RouterSeen] = {}
         self._requests: dict[str, _Request] = {}
         self._running: dict[tuple[str, Role], set[str]] = {}  # request ids by router and leg
         self._lingering: dict[
@@ -203,7 +203,7 @@ class DecisionLog:
         )
 
     @property
-    def routers(self) -> tuple[RouterStatus, ...]:
+    def routers(self) -> tuple[RouterSeen, ...]:
         """Return what is known of each router heard within `stale_s`."""
         return tuple(self._routers.values())
 
@@ -237,7 +237,7 @@ class DecisionLog:
         self.dropped += max(batch.dropped - dropped_before, 0)
         if self._heard_since_s is None:
             self._heard_since_s = at_s
-        self._routers[batch.router_id] = RouterStatus(
+        self._routers[batch.router_id] = RouterSeen(
             router_id=batch.router_id,
             revision=batch.params_revision,
             source=batch.params_source,
