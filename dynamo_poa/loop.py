@@ -42,6 +42,7 @@ class ParamsChannel(Protocol):
 
     current: RouterParams | None
     refused: Counter[str]
+    store_errors: int
 
     async def load(self) -> RouterParams | None:
         """Return the stored record, None when there is none."""
@@ -89,6 +90,7 @@ class Connection(Protocol):
         ...
 
     dropped: int
+    handler_errors: int
 
 
 class ControlLoop:
@@ -131,6 +133,7 @@ class ControlLoop:
         self._last_failure = ""
         self._apply_failure = ""
         self._scrape: asyncio.Task[None] | None = None
+        self._scrape_failure = ""
 
     @property
     def ready(self) -> bool:
@@ -238,6 +241,9 @@ class ControlLoop:
             self._failed_ticks += 1
             log.error(telemetry.TICK_FAILED, failed_ticks=self._failed_ticks, exc_info=error)
             self._scrape = None
+        failure, self._scrape_failure = self._scrape_failure, self._frontend.last_error
+        if self._scrape_failure not in ("", failure):  # one that repeats is said once
+            log.warning(telemetry.FRONTEND_UNREACHABLE, error=self._scrape_failure)
         if self._is_due("scrape", at_s, self._settings.config.scrape_s):
             self._scrape = asyncio.create_task(
                 self._frontend.scrape(self._clock.monotonic_s), name="frontend scrape"
@@ -291,7 +297,13 @@ class ControlLoop:
         lost = {
             "decisions_lost": decisions.lost,
             "decisions_dropped_by_router": decisions.dropped,
+            "decisions_unpriced": decisions.unpriced,
+            "requests_forgotten": decisions.forgotten,
             "slow_consumer": self._bus.dropped,
+            "handler_failed": self._bus.handler_errors,
+            "params_unstored": self._channel.store_errors,
+            "telemetry_unsent": sum(sink.dropped for sink in self._sinks),
+            "frontend_unread": 0 if self._frontend is None else self._frontend.failures,
         }
         ended: dict[str, int] = {}
         for (_, outcome), count in decisions.outcomes.items():

@@ -37,6 +37,7 @@ REGIME_CHANGED = "poa.regime.changed"
 PARAMS_APPLIED = "poa.params.applied"
 PARAMS_HELD = "poa.params.held"
 STORE_UNREAD = "poa.store.unread"
+FRONTEND_UNREACHABLE = "poa.frontend.unreachable"
 HEARTBEAT_MISSED = "poa.heartbeat.missed"
 NOTICED = "poa.message.noticed"
 
@@ -68,7 +69,8 @@ class TelemetryRecord(msgspec.Struct, frozen=True, kw_only=True):
     in_flight:        requests, over all legs
     swaps:            changes of τ or ω that reached the channel since the controller started
     params_refused:   records in the store that were not taken, by reason
-    messages_*:       of the event plane, cumulative, by topic and by reason
+    messages_*:       of the event plane, cumulative, by topic and by reason; among the reasons is also what
+                      the controller itself could not send, store, read, keep or price (loop.py names them)
     message_age_s:    since the last message of any kind
     tick_s:           computing time of the tick before
     """
@@ -122,6 +124,8 @@ class TelemetryRecord(msgspec.Struct, frozen=True, kw_only=True):
 class Sink(Protocol):
     """Where records go. A sink that cannot deliver drops and counts; it never raises."""
 
+    dropped: int
+
     async def emit(self, record: TelemetryRecord) -> None:
         """Take one record."""
         ...
@@ -131,6 +135,7 @@ class LogSink:
     """One line per tick."""
 
     def __init__(self, log: Any) -> None:
+        self.dropped = 0
         self._log = log
 
     async def emit(self, record: TelemetryRecord) -> None:
@@ -162,6 +167,7 @@ class ControllerMetrics:
     """
 
     def __init__(self, workers: Callable[[], Iterable[WorkerState]] = tuple) -> None:
+        self.dropped = 0
         self.registry = CollectorRegistry()
         self._workers = workers
         self._record: TelemetryRecord | None = None
@@ -263,7 +269,7 @@ def _counters(record: TelemetryRecord, outcomes: Counter[str]) -> Iterator[Metri
         ("poa_params_applied", "ticks by what became of their wish", "outcome", outcomes),
         ("poa_params_refused", "records in the store not taken", "reason", record.params_refused),
         ("poa_messages_received", "event-plane messages taken in", "topic", record.messages_received),
-        ("poa_messages_dropped", "messages dropped", "reason", record.messages_dropped),
+        ("poa_messages_dropped", "messages dropped, and other losses", "reason", record.messages_dropped),
         ("poa_requests_ended", "legs that ended", "outcome", record.requests_ended),
     ):
         family = CounterMetricFamily(name, help_text, labels=[label])

@@ -177,7 +177,7 @@ class FrontendScraper:
     """Reads a frontend's /metrics through `fetch` and keeps what it said last.
 
     failures:    fetches that failed, were late or were not Prometheus text
-    last_error:  the latest of them, in words
+    last_error:  why the latest fetch was one of them, in words; empty when it was not
     """
 
     def __init__(self, fetch: Callable[[], Awaitable[str]], *, window_s: float, max_age_s: float) -> None:
@@ -196,6 +196,7 @@ class FrontendScraper:
             self.failures += 1
             self.last_error = str(error) or type(error).__name__
             return
+        self.last_error = ""
         at_s = now_s()
         self._snapshot = (at_s, snapshot)
         self._window.add(snapshot, at_s)

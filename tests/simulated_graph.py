@@ -31,6 +31,7 @@ class FakeBus:
     def __init__(self):
         self.connected = True
         self.dropped = 0
+        self.handler_errors = 0
 
 
 class FakeChannel:
@@ -39,6 +40,7 @@ class FakeChannel:
     def __init__(self, bus, clock, stored=None):
         self.current = None
         self.refused = Counter()
+        self.store_errors = 0
         self.stored = stored
         self.written = []
         self.heartbeats = []
@@ -75,6 +77,7 @@ class Recorder:
     """A sink that keeps every record."""
 
     def __init__(self):
+        self.dropped = 0
         self.records = []
 
     async def emit(self, record):

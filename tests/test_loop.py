@@ -31,6 +31,8 @@ async def test_a_late_tick_is_not_followed_by_a_burst():
     slow = [2.0]
 
     class SlowSink:
+        dropped = 0
+
         async def emit(self, record):
             if slow:
                 await g.clock.sleep(slow.pop())
@@ -298,6 +300,50 @@ async def test_counters_of_every_source_are_in_the_record():
     assert g.last.message_rate == pytest.approx(4.0, rel=0.01)
     assert g.last.pools["decode"].workers == 2
     assert [(r.router_id, r.source, r.revision) for r in g.last.routers] == [("router-0", "heartbeat", 1)]
+
+
+async def test_what_the_controller_itself_lost_is_in_the_record():
+    """Counted and shown: nothing is dropped in silence (O1)."""
+
+    class DeafSink:
+        dropped = 3
+
+        async def emit(self, record):
+            pass
+
+    g = graph(sinks=(DeafSink(),))
+    g.bus.handler_errors = 2
+    g.channel.store_errors = 4
+    g.decisions.unpriced = 5
+    g.decisions.forgotten = 6
+    async with ticking(g):
+        await g.run(1, HEALTHY)
+    assert g.last.messages_dropped == {
+        "decisions_unpriced": 5,
+        "requests_forgotten": 6,
+        "handler_failed": 2,
+        "params_unstored": 4,
+        "telemetry_unsent": 3,
+    }
+
+
+async def test_a_frontend_that_cannot_be_read_is_counted_and_said_when_it_changes():
+    """Its counters then are the routers' alone, and a person should know why."""
+    errors = ["refused", "refused", "timeout", "", "timeout", "timeout"]
+
+    async def fetch():
+        error = errors.pop(0) if errors else ""
+        if error:
+            raise OSError(error)
+        return ""
+
+    g = graph(frontend=FrontendScraper(fetch, window_s=3.0, max_age_s=5.0), scrape_s=1.0)
+    with structlog.testing.capture_logs() as lines:
+        async with ticking(g):
+            await g.run(10, HEALTHY)
+    said = [line for line in lines if line["event"] == "poa.frontend.unreachable"]
+    assert [line["error"] for line in said] == ["refused", "timeout", "timeout"]
+    assert g.last.messages_dropped == {"frontend_unread": 5}
 
 
 async def test_static_parameters_are_reported_before_anything_is_published():

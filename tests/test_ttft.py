@@ -192,3 +192,6 @@ async def test_a_frontend_that_fails_is_counted_and_its_gauges_become_unknown():
     await scraper.scrape(lambda: 12.6)
     assert scraper.failures == 2
     assert scraper.take(12.6)[1] == FrontendSnapshot()
+    answers.append(TEXT)
+    await scraper.scrape(lambda: 13.0)
+    assert (scraper.failures, scraper.last_error) == (2, "")
