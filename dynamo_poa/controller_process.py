@@ -71,7 +71,9 @@ class ControllerProcess:
             routers_synced=self._router.replica_sync,
         )
         decisions = self._decision_log()
-        metrics = ControllerMetrics(lambda: fleet.workers(clock.monotonic_s()))
+        metrics = ControllerMetrics(
+            lambda: fleet.workers(clock.monotonic_s()), lambda: fleet.publishers(clock.monotonic_s())
+        )
         async with AsyncExitStack() as stack:
             nats_url = os.environ.get("NATS_SERVER", common.nats_url)
             bus = await stack.enter_async_context(Bus(nats_url, name=controller_id, clock=clock))

@@ -29,7 +29,6 @@ class WorkerState(msgspec.Struct, frozen=True, kw_only=True):
     kv_used_blocks:        what its running requests hold, as the worker said; cached blocks do not count
     active_decode_blocks, active_prefill_tokens:  what all routers have booked there
     queued_requests:       waiting for their prefill, or preempted
-    wall_time_s:           of the last forward pass; 0 when that was an idle report
     busy_frac:             share of the last BUSY_WINDOW_S in which a forward pass ran
     prefill_tokens_total:  computed since the rank appeared, each pass counted once
     """
@@ -46,7 +45,6 @@ class WorkerState(msgspec.Struct, frozen=True, kw_only=True):
     running_decode_requests: int | None
     queued_requests: int | None
     queued_prefill_tokens: int | None
-    wall_time_s: float | None
     busy_frac: float | None
     prefill_tokens_total: int
     cache: CacheState
@@ -183,7 +181,6 @@ class RankLoad:
             running_decode_requests=last.decode_requests if last else None,
             queued_requests=last.queued_prefill_requests + last.queued_decode_requests if last else None,
             queued_prefill_tokens=last.queued_prefill_tokens if last else None,
-            wall_time_s=last.wall_time_s if last else None,
             busy_frac=self._busy_frac(at_s),
             prefill_tokens_total=self._prefill_tokens_total,
             cache=self.cache.state(),

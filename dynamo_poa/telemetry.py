@@ -23,6 +23,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 
 from dynamo_poa.bus import Bus
 from dynamo_poa.errors import BusError, ConfigError
+from dynamo_poa.fleet import PublisherState
 from dynamo_poa.load import WorkerState
 from dynamo_poa.values import REGIMES, Applied, Mode, ParamsKind, PoolLoad, Regime
 from dynamo_poa.wire import subject
@@ -162,14 +163,19 @@ class BusSink:
 class ControllerMetrics:
     """The latest record as Prometheus sees it.
 
-    Everything is made at the moment of the scrape from the record and the workers there are then: a worker
-    that is gone leaves no series behind, and a late message of its cannot bring one back.
+    Everything is made at the moment of the scrape from the record and the workers and publishers there are
+    then: a worker that is gone leaves no series behind, and a late message of its cannot bring one back.
     """
 
-    def __init__(self, workers: Callable[[], Iterable[WorkerState]] = tuple) -> None:
+    def __init__(
+        self,
+        workers: Callable[[], Iterable[WorkerState]] = tuple,
+        publishers: Callable[[], Iterable[PublisherState]] = tuple,
+    ) -> None:
         self.dropped = 0
         self.registry = CollectorRegistry()
         self._workers = workers
+        self._publishers = publishers
         self._record: TelemetryRecord | None = None
         self._outcomes: Counter[str] = Counter()
         self.registry.register(self)
@@ -199,7 +205,8 @@ class ControllerMetrics:
             {router.router_id: router.revision for router in record.routers},
         )
         yield from _counters(record, self._outcomes)
-        yield from _worker_gauges(self._workers())
+        yield from _worker_families(self._workers())
+        yield from _publisher_gauges(self._publishers())
 
 
 _GAUGES = {
@@ -248,6 +255,18 @@ _WORKER_GAUGES = {
     "stale": "1 while the rank is silent",
 }
 
+_CACHE_GAUGES = {
+    "resident_blocks": ("resident_blocks", "blocks in the device tier of the rank's cache"),
+    "approximate": ("resident_approximate", "1 while they are not known exactly: events were missed"),
+}
+
+_PUBLISHER_GAUGES = {
+    "age_s": ("age_seconds", "since the publisher last spoke"),
+    "skew_s": ("skew_seconds", "its clock minus ours at its last message"),
+    "missing": ("missing", "messages its numbering says were sent and that have not come"),
+    "repeated": ("repeated", "envelopes that came again"),
+}
+
 
 def _gauges(record: TelemetryRecord) -> Iterator[Metric]:
     for name, (field, help_text) in _GAUGES.items():
@@ -285,17 +304,41 @@ def _counters(record: TelemetryRecord, outcomes: Counter[str]) -> Iterator[Metri
         yield CounterMetricFamily(name, help_text, value=value)
 
 
-def _worker_gauges(workers: Iterable[WorkerState]) -> Iterator[Metric]:
-    families = {
-        name: GaugeMetricFamily(f"poa_worker_{name}", text, labels=["worker_id", "dp_rank", "role"])
-        for name, text in _WORKER_GAUGES.items()
+def _worker_families(workers: Iterable[WorkerState]) -> Iterator[Metric]:
+    names = ["worker_id", "dp_rank", "role"]
+    of_rank = {
+        field: GaugeMetricFamily(f"poa_worker_{field}", text, labels=names)
+        for field, text in _WORKER_GAUGES.items()
     }
+    of_cache = {
+        field: GaugeMetricFamily(f"poa_worker_{name}", text, labels=names)
+        for field, (name, text) in _CACHE_GAUGES.items()
+    }
+    prefilled = CounterMetricFamily(
+        "poa_worker_prefill_tokens", "prompt tokens computed since the rank appeared", labels=names
+    )
     for worker in workers:
         labels = [str(worker.key.worker_id), str(worker.key.dp_rank), str(worker.card.role)]
-        for name, family in families.items():
-            value = getattr(worker, name)
-            if value is not None:
-                family.add_metric(labels, float(value))
+        prefilled.add_metric(labels, worker.prefill_tokens_total)
+        for source, families in ((worker, of_rank), (worker.cache, of_cache)):
+            for field, family in families.items():
+                value = getattr(source, field)
+                if value is not None:
+                    family.add_metric(labels, float(value))
+    yield from of_rank.values()
+    yield from of_cache.values()
+    yield prefilled
+
+
+def _publisher_gauges(publishers: Iterable[PublisherState]) -> Iterator[Metric]:
+    families = {
+        field: GaugeMetricFamily(f"poa_publisher_{name}", text, labels=["publisher_id", "topic"])
+        for field, (name, text) in _PUBLISHER_GAUGES.items()
+    }
+    for publisher in publishers:
+        for field, family in families.items():
+            labels = [str(publisher.publisher_id), publisher.topic]
+            family.add_metric(labels, float(getattr(publisher, field)))
     yield from families.values()
 
 

@@ -9,6 +9,7 @@ import aiohttp
 import msgspec
 import pytest
 import structlog
+from dynamo_messages import W1, W2, Sender, card, fp, rm, st
 from prometheus_client.parser import text_string_to_metric_families
 from records import RECORD
 
@@ -130,6 +131,30 @@ async def test_removed_workers_leave_no_series_and_ids_are_exact():
     )
     assert fleet.dropped == {"unknown_worker": 1}
     assert len(scraped(metrics)) == before
+
+
+async def test_each_ranks_cache_and_each_publishers_clock_are_shown():
+    """S1, E1: what is resident, whether that is exact, tokens prefilled, and whose clock is off."""
+    fleet = Fleet("ns", 30.0)
+    metrics = ControllerMetrics(lambda: fleet.workers(100.0), lambda: fleet.publishers(101.0))
+    await metrics.emit(RECORD)
+    fleet.set_cards([card(W1), card(W2)], 100.0)
+    sender = Sender(fleet)
+    sender.send("w1", st(W1, 1, None, [11, 12, 13]), 100.0)
+    sender.send("w1", rm(W1, 2, [12]), 100.0)
+    sender.send("w2", st(W2, 9, None, [21]), 100.0)
+    sender.send("w1", fp(W1, 1, 0.05, np=1, pt=100), 100.0)
+    samples = scraped(metrics)
+
+    def of(name, worker_id):
+        return samples.get((name, ("dp_rank", "0"), ("role", "aggregated"), ("worker_id", str(worker_id))))
+
+    assert [of("poa_worker_resident_blocks", worker) for worker in (W1, W2)] == [2, 1]
+    assert [of("poa_worker_resident_approximate", worker) for worker in (W1, W2)] == [0, 1]
+    assert [of("poa_worker_prefill_tokens_total", worker) for worker in (W1, W2)] == [100, 0]
+    topics = {key[2][1] for key in samples if key[0] == "poa_publisher_skew_seconds"}
+    assert topics == {"kv-events", "forward-pass-metrics"}
+    assert {samples[key] for key in samples if key[0] == "poa_publisher_age_seconds"} == {1.0}
 
 
 async def test_the_server_answers_metrics_and_health():
