@@ -169,9 +169,10 @@ def test_estimate_keeps_to_the_bounds_of_the_configuration(option: tuple[str, st
 
 
 def test_a_recording_holds_workers_decisions_parameters_and_telemetry() -> None:
-    """Dynamo's event plane lives in the workers' namespace, ours in the graph's."""
+    """Dynamo's event plane lives in the workers' namespace and, of exposed workers, in the graph's."""
     assert recorded_subjects("alpha") == [
         "namespace.alpha-workers.component.*.endpoint.*.*",
+        "namespace.alpha.component.*.endpoint.*.*",
         "poa.alpha.decisions",
         "poa.alpha.params",
         "poa.alpha.telemetry",

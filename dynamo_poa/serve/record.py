@@ -4,7 +4,7 @@ Owns: the subjects that are recorded, progress on stderr, the closing words.
 Does not own: the file format (recording.py), the connection (target.py).
 Invariant: messages are written as they come, so memory does not grow; nothing ends a recording but its time,
            the person, or a file that cannot be written.
-Source: event plane of the workers' namespace; contract Decision of the architecture.
+Source: event plane of the graph's two namespaces; contract Decision of the architecture.
 """
 
 import asyncio
@@ -25,10 +25,13 @@ PROGRESS_S = 1.0
 
 
 def recorded_subjects(namespace: str) -> list[str]:
-    """Return the subjects of a graph's recording."""
+    """Return the subjects of a graph's recording.
+
+    Workers that the frontend sees directly stand in the graph's own namespace: decode ones with `legs: [prefill]`.
+    """
     workers = CommonConfig(namespace=namespace).worker_namespace
-    ours = [subject(namespace, topic) for topic in ("decisions", "params", "telemetry")]
-    return [f"namespace.{workers}.component.*.endpoint.*.*", *ours]
+    dynamo = [f"namespace.{name}.component.*.endpoint.*.*" for name in (workers, namespace)]
+    return dynamo + [subject(namespace, topic) for topic in ("decisions", "params", "telemetry")]
 
 
 class _Tap:
