@@ -16,6 +16,7 @@ from typing import Any, Literal, Self
 import msgspec
 import structlog
 
+from dynamo_poa import telemetry
 from dynamo_poa.bus import KV_HISTORY, Bus, KvEntry
 from dynamo_poa.clock import Clock
 from dynamo_poa.errors import ActuationError, BusError, ParamsError
@@ -172,7 +173,7 @@ class _RefusalLog:
             return
         self._said_at_s[error.reason] = now_s
         log.warning(
-            "poa.params.refused",
+            telemetry.PARAMS_REFUSED,
             namespace=self._namespace,
             source=source,
             refusal=error.reason,
@@ -247,7 +248,7 @@ class ParamsSubscriber:
         if refusal is not None and refusal is not refusal_before:
             self._refusals.say(refusal, source, self.holder.refused[refusal.reason])
         if self.holder.current is not before:
-            self._changed("poa.params.applied")
+            self._changed(telemetry.PARAMS_TAKEN)
 
     async def _read_store_when_due(self) -> None:
         while True:
@@ -256,7 +257,7 @@ class ParamsSubscriber:
             try:
                 entry = await self._bus.kv_get(bucket(self._namespace), KEY)
             except BusError as error:
-                log.debug("poa.params.unread", namespace=self._namespace, error=str(error))
+                log.debug(telemetry.PARAMS_UNREAD, namespace=self._namespace, error=str(error))
                 if self._bus.connected:  # otherwise the next connect calls again
                     await self._clock.sleep(STORE_RETRY_S)
                     self._read_due.set()
@@ -269,7 +270,7 @@ class ParamsSubscriber:
         while True:
             await self._clock.sleep(LEASE_CHECK_S)
             if self.holder.expire():
-                self._changed("poa.params.expired")
+                self._changed(telemetry.PARAMS_EXPIRED)
 
     def _changed(self, event: str) -> None:
         params = self.holder.current
@@ -383,7 +384,7 @@ class ParamsPublisher:
                 return params
         if self._unsaved and self.current is not None:
             await self._store(self.current)
-            log.info("poa.params.restored", namespace=self._namespace, revision=self.current.revision)
+            log.info(telemetry.PARAMS_RESTORED, namespace=self._namespace, revision=self.current.revision)
         return None
 
     def _is_news(self, params: RouterParams) -> bool:

@@ -28,7 +28,7 @@ from dynamo_poa.load import WorkerState
 from dynamo_poa.values import REGIMES, Applied, Mode, ParamsKind, PoolLoad, Regime
 from dynamo_poa.wire import subject
 
-# Log events: one name, one shape.
+# Log events: one name, one shape. The bus, which this module needs, has its own beside their use.
 STARTED = "poa.controller.started"
 WAITING = "poa.controller.waiting"
 STOPPED = "poa.controller.stopped"
@@ -37,6 +37,11 @@ TICK_FAILED = "poa.tick.failed"
 REGIME_CHANGED = "poa.regime.changed"
 PARAMS_APPLIED = "poa.params.applied"
 PARAMS_HELD = "poa.params.held"
+PARAMS_TAKEN = "poa.params.taken"
+PARAMS_EXPIRED = "poa.params.expired"
+PARAMS_REFUSED = "poa.params.refused"
+PARAMS_UNREAD = "poa.params.unread"
+PARAMS_RESTORED = "poa.params.restored"
 STORE_UNREAD = "poa.store.unread"
 FRONTEND_UNREACHABLE = "poa.frontend.unreachable"
 HEARTBEAT_MISSED = "poa.heartbeat.missed"

@@ -27,7 +27,8 @@ PROGRESS_S = 1.0
 def recorded_subjects(namespace: str) -> list[str]:
     """Return the subjects of a graph's recording.
 
-    Workers that the frontend sees directly stand in the graph's own namespace: decode ones with `legs: [prefill]`.
+    Workers that the frontend sees directly stand in the graph's own namespace: decode ones with
+    `legs: [prefill]`.
     """
     workers = CommonConfig(namespace=namespace).worker_namespace
     dynamo = [f"namespace.{name}.component.*.endpoint.*.*" for name in (workers, namespace)]

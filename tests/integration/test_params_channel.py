@@ -82,14 +82,14 @@ async def test_a_published_record_is_in_force_at_the_router_at_once(
                 await publisher.publish(record(2, 0.9))
                 await publisher.heartbeat()
                 await eventually(lambda: changes == [record(1), record(2, 0.9)])
-        applied = [entry for entry in logs if entry["event"] == "poa.params.applied"]
-    assert applied[1] == {
-        "event": "poa.params.applied",
+        taken = [entry for entry in logs if entry["event"] == "poa.params.taken"]
+    assert taken[1] == {
+        "event": "poa.params.taken",
         "log_level": "info",
         "namespace": NAMESPACE,
         "source": "heartbeat",
     } | msgspec.structs.asdict(record(2, 0.9))
-    assert len(applied) == 2
+    assert len(taken) == 2
     entry = await bus.kv_get(bucket(NAMESPACE), KEY)
     assert entry is not None
     assert entry.value == encode_params(record(2, 0.9))
@@ -219,9 +219,9 @@ async def test_silence_leads_to_the_static_record_and_the_next_heartbeat_back(
                 await publisher.heartbeat()
                 await eventually(lambda: changes == [short, STATIC, short])
         assert [entry["event"] for entry in logs if entry["event"].startswith("poa.params")][:3] == [
-            "poa.params.applied",
+            "poa.params.taken",
             "poa.params.expired",
-            "poa.params.applied",
+            "poa.params.taken",
         ]
 
 
