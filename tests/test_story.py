@@ -3,6 +3,7 @@
 from dynamo_poa.bench.load import Result
 from dynamo_poa.bench.story import Story, SwapWatch, quantile
 from dynamo_poa.telemetry import TelemetryRecord
+from dynamo_poa.ttft import sample_of
 from dynamo_poa.values import Applied, Mode, ParamsKind, Regime, Role, RouterParams
 from dynamo_poa.wire import Chosen, DecisionBatch, Heartbeat
 
@@ -87,3 +88,14 @@ def test_quantiles_are_values_that_occurred() -> None:
     assert quantile([1.0, 2.0, 3.0, 4.0], 0.5) == 2.0
     assert quantile([1.0], 0.99) == 1.0
     assert quantile(range(1, 201), 0.99) == 198
+
+
+def test_a_phases_p99_is_the_controllers() -> None:
+    """The same statistic of the same values (D1c): one slow request among 59 is not their P99."""
+    ttfts_s = [50.0] + [1.0] * 58
+    story = Story()
+    story.begin("calm", 4, 0.0)
+    for ttft_s in ttfts_s:
+        story.on_result(result(ttft_s))
+    assert story.end(1.0).ttft_p99_s == 1.0
+    assert sample_of(ttfts_s, fresh=True, source="decisions").p99_s == 1.0

@@ -9,7 +9,6 @@ Source: measured on two cores: with these settings 2 prefill workers saturate ne
 
 import asyncio
 import contextlib
-import os
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +22,9 @@ from rich.console import Console
 from rich.table import Table
 
 from dynamo_poa.bench.load import ClosedLoop, LoadClient, prompts
+from dynamo_poa.bench.processes import busy_frac, machine_time
 from dynamo_poa.bench.story import DemoReport, Story
+from dynamo_poa.bench.swap import watch_swaps
 from dynamo_poa.bus import Bus
 from dynamo_poa.clock import Clock, SystemClock
 from dynamo_poa.config import CommonConfig
@@ -31,7 +32,7 @@ from dynamo_poa.errors import ConfigError
 from dynamo_poa.serve.plan import Plan
 from dynamo_poa.serve.supervisor import serve_graph
 from dynamo_poa.telemetry import TelemetryRecord
-from dynamo_poa.wire import DecisionBatch, Heartbeat, subject
+from dynamo_poa.wire import subject
 
 SPEEDUP = 0.5  # of the mock engine; slow enough that its simulated GPU is the bottleneck
 OVERRIDES = (
@@ -125,26 +126,19 @@ async def _run(plan: Plan, console: Console, verbose: bool, phases: Sequence[Pha
         _listen(bus, plan.namespace, story, tell)
         await bus.wait_connected(10.0)
         console.print(f"ready: {running.http_url}/v1/chat/completions")
-        busy_frac = await _ramp(client, story, clock, console, phases)
-        return story.report(cpu_busy_frac=busy_frac, seconds=clock.monotonic_s() - started_at_s)
+        busiest = await _ramp(client, story, clock, console, phases)
+        return story.report(cpu_busy_frac=busiest, seconds=clock.monotonic_s() - started_at_s)
 
 
 def _listen(bus: Bus, namespace: str, story: Story, tell: Callable[[str], None]) -> None:
     records = msgspec.msgpack.Decoder(TelemetryRecord)
-    batches = msgspec.msgpack.Decoder(DecisionBatch)
-    heartbeats = msgspec.msgpack.Decoder(Heartbeat)
 
     def on_telemetry(_: str, data: bytes) -> None:
         for line in story.on_telemetry(records.decode(data)):
             tell(line)
 
     bus.subscribe(subject(namespace, "telemetry"), on_telemetry)
-    bus.subscribe(
-        subject(namespace, "decisions"), lambda _, data: story.swap_watch.on_batch(batches.decode(data))
-    )
-    bus.subscribe(
-        subject(namespace, "params"), lambda _, data: story.swap_watch.on_heartbeat(heartbeats.decode(data))
-    )
+    watch_swaps(bus, namespace, story.swap_watch)
 
 
 async def _ramp(
@@ -157,13 +151,13 @@ async def _ramp(
     for phase in phases:
         story.begin(phase.name, phase.concurrency, clock.monotonic_s())
         loop.resize(phase.concurrency)
-        before = _cpu_times()
+        before = machine_time()
         with _progress(console) as show:
             until_s = clock.monotonic_s() + phase.seconds
             while (left_s := until_s - clock.monotonic_s()) > 0:
                 show(_line(phase, left_s, story))
                 await clock.sleep(min(left_s, 0.5))
-        busiest = max(busiest, _busy_frac(before, _cpu_times()))
+        busiest = max(busiest, busy_frac(before, machine_time()))
         if phase is phases[-1]:
             await loop.finish()
         done = story.end(clock.monotonic_s())
@@ -241,17 +235,3 @@ def _ms(value_s: float | None) -> str:
 
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}".rstrip("0").rstrip(".")
-
-
-def _cpu_times() -> tuple[float, float]:
-    """Return busy and total processor time of the machine. Source: proc(5), the first line of /proc/stat."""
-    if sys.platform != "linux":
-        return 0.0, float(os.times().elapsed)
-    ticks = [float(field) for field in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
-    idle = ticks[3] + ticks[4]
-    return sum(ticks) - idle, sum(ticks)
-
-
-def _busy_frac(before: tuple[float, float], after: tuple[float, float]) -> float:
-    total = after[1] - before[1]
-    return (after[0] - before[0]) / total if total > 0 else 0.0

@@ -12,6 +12,7 @@ import msgspec
 
 from dynamo_poa.bench.load import Result
 from dynamo_poa.telemetry import TelemetryRecord
+from dynamo_poa.ttft import exact_quantile
 from dynamo_poa.values import Regime
 from dynamo_poa.wire import Chosen, DecisionBatch, Heartbeat
 
@@ -183,6 +184,5 @@ class Story:
 
 
 def quantile(values: Iterable[float], q: float) -> float:
-    """Return the smallest value that at least the share `q` of values does not exceed."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, max(0, -int(-q * len(ordered) // 1) - 1))]
+    """Return the quantile as the controller takes it, so that both mean the same by a P99."""
+    return exact_quantile(sorted(values), q)

@@ -65,7 +65,8 @@ async def _measure(swaps: int, say: Callable[[str], None]) -> Figure:
         serve_graph(plan, clock=clock) as running,
         Bus(running.nats_url, name="bench-swap", clock=clock) as bus,
     ):
-        watch = _watch(bus, plan.namespace)
+        watch = SwapWatch()
+        watch_swaps(bus, plan.namespace, watch)
         await bus.wait_connected(10.0)
         port = urlsplit(running.http_url).port or 80
         client = LoadClient("127.0.0.1", port, common.model_name, clock=clock)
@@ -120,12 +121,11 @@ def figure(latencies_s: list[float], results: list[Result], rate: float) -> Figu
     )
 
 
-def _watch(bus: Bus, namespace: str) -> SwapWatch:
-    watch = SwapWatch()
+def watch_swaps(bus: Bus, namespace: str, watch: SwapWatch) -> None:
+    """Let a watch see every decision and every heartbeat of a graph."""
     batches, heartbeats = msgspec.msgpack.Decoder(DecisionBatch), msgspec.msgpack.Decoder(Heartbeat)
     bus.subscribe(subject(namespace, "decisions"), lambda _, data: watch.on_batch(batches.decode(data)))
     bus.subscribe(subject(namespace, "params"), lambda _, data: watch.on_heartbeat(heartbeats.decode(data)))
-    return watch
 
 
 async def _seen(watch: SwapWatch, count: int, clock: SystemClock) -> None:
