@@ -349,8 +349,14 @@ async def live_graph(kind: str, *overrides: str, clean: bool = True) -> AsyncIte
     """
     lines: list[tuple[str, str]] = []
     plan = plan_of(kind, *overrides)
+
+    def emit(name: str, line: str) -> None:
+        lines.append((name, line))
+        if '"poa.tick"' not in line:
+            print(f"{name:10} | {line}")  # shown with a test that fails, a fixture's too
+
     async with (
-        serve_graph(plan, emit=lambda name, line: lines.append((name, line))) as running,
+        serve_graph(plan, emit=emit, start_timeout_s=60) as running,
         Bus(running.nats_url, name="test", clock=CLOCK) as bus,
         aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as http,
     ):

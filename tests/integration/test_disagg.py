@@ -23,7 +23,7 @@ BOTH_LEGS = {Role.PREFILL, Role.DECODE}
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def graph() -> AsyncIterator[LiveGraph]:
     """2 prefill and 3 decode workers, bootstrap hand-over; no test may disturb it."""
-    async with live_graph("disagg", *DISAGG_2P3D) as running:
+    async with live_graph("disagg", *DISAGG_2P3D, "PoaRouter.candidates_per_s=100000") as running:
         yield running
 
 
