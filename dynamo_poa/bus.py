@@ -3,7 +3,8 @@
 Owns: connecting, noticing a dead or hung connection, subscribing anew, publish, request and reply,
       JetStream key-value access; counters of what was dropped or failed.
 Does not own: what a message means (wire.py, params.py) or how often to publish.
-Invariant: a `Bus` never ends by itself: whatever the server or a handler does, it connects again.
+Invariant: a `Bus` never ends by itself: whatever the server or a handler does, it connects again. For this
+           alone it catches broadly, in two places: where handlers are called and where it reconnects.
 Source: nats-py 2.16. Its own reconnection has a budget of 60 tries, and its `close` gives up half-way when
         data is pending on a dead connection, so each connection here is one client, replaced whole.
 """
@@ -146,10 +147,7 @@ class Bus:
 
         async def on_message(msg: Any) -> None:
             nonlocal turn_ends_at_s
-            try:
-                handler(msg.subject, msg.data)
-            except Exception as error:  # the seam to code that is not ours: a bug there must not end the feed
-                self._handler_failed(subject, error)
+            self._hand_over(subject, handler, msg.subject, msg.data)
             if now_s() >= turn_ends_at_s:
                 await asyncio.sleep(0)  # noqa: TID251  gives way, does not wait
                 turn_ends_at_s = now_s() + TURN_S
@@ -160,12 +158,8 @@ class Bus:
         """Answer requests on `subject`; one whose handler raises gets no answer."""
 
         async def on_message(msg: Any) -> None:
-            try:
-                answer = handler(msg.data)
-            except Exception as error:  # the same seam as in `subscribe`
-                self._handler_failed(subject, error)
-                return
-            if msg.reply:
+            answer = self._hand_over(subject, handler, msg.data)
+            if msg.reply and answer is not None:
                 try:
                     await self.publish(msg.reply, answer)
                 except BusError as error:
@@ -177,7 +171,7 @@ class Bus:
         """Call back after each connect, subscriptions in place; at once when connected already."""
         self._on_connect.append(callback)
         if self.connected:
-            self._call_back(callback)
+            self._hand_over("on_connect", callback)
 
     async def publish(self, subject: str, data: bytes) -> None:
         """Hand a message to the connection; never waits for the network.
@@ -264,9 +258,11 @@ class Bus:
                 self._ready.set()
                 log.info("poa.bus.connected" if connections == 1 else "poa.bus.reconnected", url=self.url)
                 for callback in self._on_connect:
-                    self._call_back(callback)
+                    self._hand_over("on_connect", callback)
                 await self._watch(client)
-            except Exception as error:  # whatever nats-py comes up with: to end here is to be deaf for good
+            # Broad, not CLIENT_ERRORS: nobody awaits this task while the bus is open, so to end here is to be
+            # deaf for good, and what nats-py's parser and state may raise is written nowhere.
+            except Exception as error:
                 self.last_error = repr(error)
             finally:
                 was_connected, self._client = self._client is not None, None
@@ -336,17 +332,20 @@ class Bus:
                 unanswered += 1
                 self.last_error = repr(error)
 
-    def _call_back(self, callback: Callable[[], None]) -> None:
+    def _hand_over(self, subject: str, call: Callable[..., T], *arguments: Any) -> T | None:
+        """Call a handler or callback; return its answer, None when it failed."""
         try:
-            callback()
-        except Exception as error:  # the same seam as in `subscribe`
-            self._handler_failed("on_connect", error)
-
-    def _handler_failed(self, subject: str, error: Exception) -> None:
-        self.handler_errors += 1
-        self.last_error = repr(error)
-        if self._may_log("handler_failed"):
-            log.error("poa.bus.handler_failed", subject=subject, failures=self.handler_errors, exc_info=error)
+            return call(*arguments)
+        # Broad: what a handler may raise is not the bus's to know, and one handler's bug must end neither its
+        # own feed nor the connection that all share.
+        except Exception as error:
+            self.handler_errors += 1
+            self.last_error = repr(error)
+            if self._may_log("handler_failed"):
+                log.error(
+                    "poa.bus.handler_failed", subject=subject, failures=self.handler_errors, exc_info=error
+                )
+            return None
 
     def _may_log(self, kind: str) -> bool:
         now_s = self._clock.monotonic_s()
