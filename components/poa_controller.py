@@ -1,7 +1,8 @@
-"""The controller: watches the event plane and moves the routers' parameters.
+"""How a graph starts its controller: one process, ready when its /health says so.
 
 Owns: its place in a graph, its command line.
-Does not own: what the process does (dynamo_poa/controller_process.py).
+Does not own: what the process does (dynamo_poa/controller_process.py) or what it decides (controller.py).
+Invariant: reading a graph does not import Dynamo; a bad configuration ends with status 2 and every problem.
 """
 
 import argparse

@@ -2,6 +2,7 @@
 
 Owns: building the pieces, wiring the event plane to them, waiting for NATS, stopping on a signal.
 Does not own: what a tick does (loop.py, controller.py).
+Invariant: whatever was opened is closed, in reverse order, however serving ends.
 Source: Dynamo exits when NATS is not there at its start, so we wait for NATS first (measured, 1.4.2).
 """
 

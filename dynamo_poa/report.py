@@ -2,6 +2,7 @@
 
 Owns: turning a decided tick into events and the canonical record.
 Does not own: the decision (controller.py) or where what is told goes (telemetry.py).
+Invariant: pure; a change is told once, what is held back once for each wish and reason.
 """
 
 import msgspec

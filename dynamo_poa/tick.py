@@ -2,6 +2,7 @@
 
 Owns: the records between the loop that sleeps and the step that decides.
 Does not own: what is decided on them (controller.py) or how they come about (loop.py).
+Invariant: all of them are frozen values, so that a tick can be decided again and gives the same.
 """
 
 from collections.abc import Mapping

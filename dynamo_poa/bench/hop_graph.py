@@ -1,7 +1,10 @@
-"""The shipped disaggregated graph without its controller, so that the hop alone is measured.
+"""What the hop is measured in: the shipped disaggregated graph without its controller.
 
-Frontend ──▶ PoaRouter ──┬─▶ PrefillWorker
-                         └─▶ DecodeWorker
+    Frontend ──▶ PoaRouter ──┬─▶ PrefillWorker
+                             └─▶ DecodeWorker
+
+Owns: the links.
+Does not own: the parts' settings and the measurement (hop.py).
 """
 
 from components.frontend import Frontend

@@ -1,7 +1,10 @@
-"""The yardstick of the hop benchmark: Dynamo's own frontend and router straight on the workers.
+"""What the hop is measured against: Dynamo's own frontend and router straight on the workers.
 
-Frontend ──┬─▶ PrefillWorker
-           └─▶ DecodeWorker
+    Frontend ──┬─▶ PrefillWorker
+               └─▶ DecodeWorker
+
+Owns: the links.
+Does not own: the parts' settings and the measurement (hop.py).
 """
 
 from components.frontend import Frontend

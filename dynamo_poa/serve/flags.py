@@ -2,6 +2,7 @@
 
 Owns: that one rule, the same for every engine, and that a flag is not set in two places.
 Does not own: which flags exist; an engine refuses what it does not know.
+Invariant: flags come in the order of the mapping; every value that is not null is in them.
 """
 
 import json

@@ -2,6 +2,7 @@
 
 Owns: the report's fields, which are its JSON, and its tables.
 Does not own: the figures (replay.py).
+Invariant: what is inexact or was not understood is shown beside the figures it concerns.
 """
 
 from collections.abc import Iterator
