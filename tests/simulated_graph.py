@@ -147,7 +147,10 @@ class Graph:
         for _ in range(round(in_flight * self._batch_s / self._life_s)):
             self._request += 1
             name = str(self._request)
-            candidates = (Candidate(1, 0, 64, 0, in_flight, 0), Candidate(2, 0, 64, 0, in_flight // 2, 0))
+            candidates = (
+                Candidate(1, 0, 64, 0, in_flight, 0, added_blocks=4),
+                Candidate(2, 0, 64, 0, in_flight // 2, 0, added_blocks=4),
+            )
             received_s = now_s - self._ttft_s(in_flight, params)
             events += [
                 Chosen(name, Role.DECODE, received_s, received_s, 1, 0, 64, params.revision, 1, candidates),
