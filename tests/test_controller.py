@@ -258,9 +258,7 @@ def test_after_the_last_revision_it_counts_anew():
     channel.tick()
     adopted = channel.tick(foreign=record(revision=2**53 - 1)).publish
     assert (adopted.revision, adopted.router_temperature) == (2, 0.4)
-    ghost = RouterView(
-        router_id="r1", revision=2**53 - 1, source="store", dropped=0, in_flight={}, age_s=0.1
-    )
+    ghost = RouterView(router_id="r1", revision=2**53 - 1, source="store", dropped=0, in_flight={}, age_s=0.1)
     channel.state = pinned(channel.state, Pin(router_temperature=0.3, overlap_weight=0.4))
     assert channel.tick(routers=(ghost,)).publish.revision == 3
     channel = Channel(current=record(ParamsKind.POLICY, revision=2**53 - 1))
