@@ -70,12 +70,13 @@ class DecisionLog:
     earliest leg known by then. With sequential hand-over over two routers, a batch of the prefill leg that
     arrives after the decode leg's first token leaves that one request's TTFT short.
 
-    outcomes:   ended legs by (role, outcome)
-    refused:    messages and events not taken, by reason
-    lost:       batches missing between two sequence numbers
-    dropped:    events that routers say they dropped
-    forgotten:  requests given up because too many were open
-    unpriced:   decisions without a price (no candidates recorded)
+    outcomes:    ended legs by (role, outcome)
+    refused:     messages and events not taken, by reason
+    lost:        batches missing between two sequence numbers
+    dropped:     events that routers say they dropped
+    forgotten:   requests given up because too many were open
+    unrecorded:  decisions that came without candidates, as most do under load (`candidates_per_s`)
+    unpriced:    decisions whose candidates are impossible, or lack the chosen worker
     """
 
     def __init__(
@@ -94,6 +95,7 @@ class DecisionLog:
         self.lost = 0
         self.dropped = 0
         self.forgotten = 0
+        self.unrecorded = 0
         self.unpriced = 0
         self.batches = 0
         self.last_batch_at_s: float | None = None
@@ -281,7 +283,9 @@ class DecisionLog:
             prefill_load_scale=self._prefill_load_scale,
             known_workers=window[-1][1].workers if window else (),
         )
-        if priced is None:
+        if not event.candidates:
+            self.unrecorded += 1
+        elif priced is None:
             self.unpriced += 1
         else:
             window.append((at_s, priced))

@@ -123,7 +123,7 @@ def test_made_up_decisions_have_a_price_and_end():
         Role.PREFILL: 20,
         Role.DECODE: 20,
     }
-    assert (log.unpriced, log.refused, log.outcomes.total()) == (0, {}, 40)
+    assert (log.unrecorded, log.unpriced, log.refused, log.outcomes.total()) == (0, 0, {}, 40)
     assert log.take_ttft().samples == 20
 
 

@@ -137,16 +137,17 @@ def test_a_request_shed_after_it_was_chosen_arrived_once(decisions):
 
 
 def test_windows_hold_the_last_priced_decisions_of_each_leg(decisions):
-    """Bounded at `window`; decisions without candidates are counted apart."""
+    """Bounded at `window`; decisions without candidates, or impossible ones, are counted apart."""
     both = (Candidate(1, 0, 16, 0, 0, 0), Candidate(2, 0, 16, 0, 3, 0))
     events = [chosen(f"{n}", P, candidates=both, worker=1 + n % 2) for n in range(20)]
-    decisions.apply(Router().batch(*events, chosen("x", D)), 0.0)
+    elsewhere = chosen("y", D, candidates=both, worker=3)
+    decisions.apply(Router().batch(*events, chosen("x", D), elsewhere), 0.0)
     windows = decisions.windows()
     assert [decision.chosen for decision in windows[P]] == [0, 1] * 8
     assert windows[P][0].workers == (WorkerKey(1, 0), WorkerKey(2, 0))
     assert len({id(decision.workers) for decision in windows[P]}) == 1
     assert windows[D] == []
-    assert decisions.unpriced == 1
+    assert (decisions.unrecorded, decisions.unpriced) == (1, 1)
 
 
 def test_an_idle_system_forgets_its_decisions_and_samples(decisions):

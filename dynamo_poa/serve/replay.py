@@ -128,7 +128,8 @@ def replay(path: Path, *, window: int, block_size: int) -> Report:
         {
             "decision batches lost": log.lost,
             "decision events dropped by routers": log.dropped,
-            "decisions without candidates": log.unpriced,
+            "decisions without candidates": log.unrecorded,
+            "decisions with impossible candidates": log.unpriced,
             "requests given up, too many open": log.forgotten,
             f"TTFT of the last {MAX_SAMPLES} requests only": int(ttft.samples == MAX_SAMPLES),
         }
