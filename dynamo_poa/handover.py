@@ -34,6 +34,7 @@ class HandoverFailed(PoaError):
 @dataclass(slots=True)
 class _Meeting:
     note: Handover | None = None
+    taken: bool = False
     version: int = 0
     waiters: list["asyncio.Future[None]"] = field(default_factory=list)
 
@@ -82,6 +83,7 @@ class Handovers:
         Raises:  HandoverFailed when the prefill leg failed. The caller sets the time limit.
         """
         meeting = self._meeting(request_id)
+        meeting.taken = True
         while meeting.version <= after:
             waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             meeting.waiters.append(waiter)
@@ -89,6 +91,13 @@ class Handovers:
         if meeting.note is None:
             raise HandoverFailed(request_id)
         return meeting.note, meeting.version
+
+    def orphaned(self, request_id: str) -> bool:
+        """Tell whether no decode leg has come; False where it may have gone to another process."""
+        if self._publish is not None:
+            return False
+        meeting = self._meetings.get(request_id)
+        return meeting is None or not meeting.taken
 
     def __len__(self) -> int:
         """Return how many requests are known."""

@@ -157,6 +157,7 @@ class Leg:
     async def generate(self, request: dict[str, Any], context: Any) -> AsyncIterator[Any]:
         """Serve one leg of one request: Dynamo's endpoint handler (its second argument must be `context`)."""
         trip = _Trip(self, request, context.id())
+        orphan_check = self._watch_for_orphan(trip, context)
         outcome = Outcome.FAILED  # what it is unless a line below says otherwise
         try:
             chunk, stream = await self._start(trip, context)
@@ -177,11 +178,25 @@ class Leg:
             if not context.is_stopped():  # with the client gone there is nobody to tell
                 raise
         finally:
+            if orphan_check is not None:
+                orphan_check.cancel()
             if outcome is Outcome.FAILED and context.is_stopped():
                 outcome = Outcome.CANCELLED
             if outcome is Outcome.FAILED:
                 self._complain(trip, str(sys.exception() or "the engine reported an error"))
             trip.end(outcome)
+
+    def _watch_for_orphan(self, trip: "_Trip", context: Any) -> asyncio.TimerHandle | None:
+        """Stop a prefill leg whose decode leg never comes: its engine would hold it for half a minute."""
+        handovers = trip.handover
+        if handovers is None or self._role is not Role.PREFILL:
+            return None
+
+        def check() -> None:
+            if handovers.orphaned(trip.request_id):
+                context.stop_generating()
+
+        return asyncio.get_running_loop().call_later(HANDOVER_TIMEOUT_S, check)
 
     def _complain(self, trip: "_Trip", error: str) -> None:
         """Log a failed request, once a second at most: an outage must not become a flood of lines."""

@@ -25,6 +25,9 @@ class FakeContext:
     def is_stopped(self) -> bool:
         return self.stopped
 
+    def stop_generating(self) -> None:
+        self.stopped = True
+
 
 class FakePool:
     """Picks the least booked worker at τ = 0 and round-robin at any other; remembers all that was asked."""

@@ -396,3 +396,22 @@ async def test_candidates_are_recorded_so_many_times_a_second() -> None:
     await clock.advance(60.0)
     assert [sampler.take() for _ in range(5)] == [True, True, True, False, False]
     assert not Sampler(0.0, clock).take()
+
+
+@pytest.mark.parametrize("decode_came", [True, False])
+async def test_a_prefill_leg_whose_decode_leg_never_comes_is_stopped(
+    decode_came: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its engine would hold it, and its booking, for half a minute. Measured after a router died."""
+    monkeypatch.setattr("dynamo_poa.router.HANDOVER_TIMEOUT_S", 0.02)
+    handovers = Handovers()
+    bench = Bench(Role.PREFILL, handovers)
+    bench.pool.gate = asyncio.Event()
+    context = FakeContext("r1")
+    stream = bench.leg.generate({"token_ids": [1], "bootstrap_info": {**BOOTSTRAP}}, context)
+    await anext(stream)
+    if decode_came:
+        await handovers.wait("r1")
+    await asyncio.sleep(0.05)
+    assert context.stopped is not decode_came
+    await stream.aclose()

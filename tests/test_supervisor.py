@@ -250,6 +250,27 @@ async def test_a_start_that_takes_too_long_says_what_is_missing(tmp_path: Path) 
     )
 
 
+STUCK_ONCE = """
+first = not (root / "tried").exists()
+(root / "tried").touch()
+if first: say("stuck"); time.sleep(60)
+"""
+
+
+async def test_a_frontend_that_is_stuck_is_started_anew_and_a_slow_worker_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seen once in 75 starts: a frontend that never lists its model. A worker may be loading one."""
+    monkeypatch.setattr("dynamo_poa.serve.supervisor.STUCK_S", 1.5)
+    slow = serving(tmp_path, "slow", delay_s=2.0)
+    frontend = child(tmp_path, "frontend", STUCK_ONCE + SERVE.format(delay=0.0), Stage.FRONTEND)
+    with capture_logs() as logs:
+        async with serve_graph(plan_of(tmp_path, slow, frontend), start_timeout_s=20) as running:
+            assert running.process("slow").restarts == 0
+            assert running.process("frontend").restarts == 1
+    assert [line["process"] for line in logs if line["event"] == "poa.process.stuck"] == ["frontend"]
+
+
 async def test_cancelling_during_the_start_stops_what_has_been_started(tmp_path: Path) -> None:
     """Ctrl-C also works while the graph comes up."""
     plan = plan_of(

@@ -18,7 +18,8 @@ from typing import cast
 
 from dynamo_poa.clock import Clock, SystemClock
 
-_TOKEN = b'"text":"'  # one per streamed completion chunk that carries text
+_TEXT = b'"text":"'  # one per streamed completion chunk
+_NO_TEXT = b'"text":""'  # the last one, which only says why it ends
 _ERROR = b'"error"'
 _DONE = b"data: [DONE]"
 FIRST_TOKEN_ID = 1000  # ids from here on are plain words in the mock model
@@ -84,7 +85,7 @@ class _Response(asyncio.Protocol):
         if not self.status:
             self.status = data[9:12]
         window = self._tail + data  # a marker may be split between two packets
-        found = window.count(_TOKEN) - self._tail.count(_TOKEN)
+        found = _tokens(window) - _tokens(self._tail)
         if found and self.first_token_at_s is None:
             self.first_token_at_s = self._clock.monotonic_s()
         self.tokens += found
@@ -155,6 +156,10 @@ class LoadClient:
             tokens=response.tokens,
             error=error,
         )
+
+
+def _tokens(data: bytes) -> int:
+    return data.count(_TEXT) - data.count(_NO_TEXT)
 
 
 def _fault(response: _Response) -> str:

@@ -9,7 +9,7 @@ Source: written here rather than taken from a library: circus brings ZeroMQ and 
 
 import asyncio
 import signal
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Iterable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -27,6 +27,7 @@ from dynamo_poa.serve.readiness import PROBE_TIMEOUT_S, is_up, shortfall
 START_TIMEOUT_S = 120.0
 STOP_S = 9.0  # contract: everything is gone 10 s after Ctrl-C
 PROBE_INTERVAL_S = 0.05
+STUCK_S = 30.0  # measured: the frontend is up after 1 to 3 s, and once in 75 starts on a busy machine never
 
 log = structlog.get_logger()
 
@@ -122,7 +123,11 @@ class Running:
         waiting: dict[Probe, list[Child]] = {}
         for child in children:
             waiting.setdefault(child.spec.ready, []).append(child)
+        stuck_at_s = self._clock.monotonic_s() + STUCK_S
         while waiting:
+            if self._clock.monotonic_s() >= stuck_at_s:
+                stuck_at_s += STUCK_S
+                self._restart_stuck(child for waiters in waiting.values() for child in waiters)
             for name, task in self._tasks.items():
                 if task.done() and not task.cancelled():
                     task.result()  # raises StartError
@@ -136,6 +141,13 @@ class Running:
                 raise StartError(await self._too_late(waiting, session, timeout_s))
             if waiting:
                 await self._clock.sleep(PROBE_INTERVAL_S)
+
+    def _restart_stuck(self, children: Iterable[Child]) -> None:
+        """Start a frontend anew that is silent for too long; others may have a model to load."""
+        for child in children:
+            if child.spec.stage is Stage.FRONTEND:
+                log.warning("poa.process.stuck", process=child.spec.name, after_s=STUCK_S)
+                child.send(signal.SIGTERM)
 
     def _cannot_ask(self, probe: Probe) -> bool:
         """Tell whether discovery cannot be listed by us (Kubernetes): the router waits for its workers."""
