@@ -82,38 +82,60 @@ def price(
     return PricedDecision(workers, costs, workers.index(decision.worker))
 
 
+class LegPrice(NamedTuple):
+    """What a leg's window cost, or what it lacks."""
+
+    cost: FrozenCost | None
+    lack: str
+    samples: int
+
+
+class FrozenEstimator:
+    """PoA-hat kept up to date one leg at a time, so that no tick pays for all of them."""
+
+    def __init__(self) -> None:
+        self._legs: dict[Role, LegPrice] = {}
+
+    def advance(self, windows: Mapping[Role, Sequence[PricedDecision]]) -> Estimate:
+        """Price the leg whose turn it is, and any that has not had one; estimate from all."""
+        oldest = next(iter(self._legs), None)
+        for role, window in windows.items():
+            if role is oldest or role not in self._legs:
+                self._legs.pop(role, None)  # to the end: the next to be oldest is another
+                self._legs[role] = price_window(window)
+        return combine({role: self._legs[role] for role in windows})
+
+
 def frozen_estimate(windows: Mapping[Role, Sequence[PricedDecision]]) -> Estimate:
-    """Estimate PoA-hat of each leg and of all legs together.
+    """Estimate PoA-hat of each leg and of all legs together, at once."""
+    return combine({role: price_window(window) for role, window in windows.items()})
+
+
+def combine(legs: Mapping[Role, LegPrice]) -> Estimate:
+    """Estimate PoA-hat from what each leg's window cost.
 
         poa_hat = sum over legs of observed cost / sum over legs of optimal cost
 
-    Args:     windows: priced decisions of each leg, oldest first.
     Returns:  absent legs are named in `reason` with what they lack; poa_hat is None when every leg is absent.
     """
-    priced: dict[Role, FrozenCost] = {}
-    absent = []
-    for role, window in windows.items():
-        cost, lack = _price_window(window)
-        if cost is None:
-            absent.append(f"{role}: {lack}")
-        else:
-            priced[role] = cost
+    absent = [f"{role}: {leg.lack}" for role, leg in legs.items() if leg.cost is None]
+    priced = {role: (leg.cost, leg.samples) for role, leg in legs.items() if leg.cost is not None}
     reason = "; ".join(absent) or ("" if priced else "no decisions")
     if not priced:
         return Estimate(reason=reason)
     return Estimate(
-        poa_hat=sum(cost.observed for cost in priced.values())
-        / sum(cost.optimal for cost in priced.values()),
-        samples=sum(len(windows[role]) for role in priced),
+        poa_hat=sum(cost.observed for cost, _ in priced.values())
+        / sum(cost.optimal for cost, _ in priced.values()),
+        samples=sum(samples for _, samples in priced.values()),
         reason=reason,
-        by_role={str(role): cost.observed / cost.optimal for role, cost in priced.items()},
+        by_role={str(role): cost.observed / cost.optimal for role, (cost, _) in priced.items()},
     )
 
 
-def _price_window(window: Sequence[PricedDecision]) -> tuple[FrozenCost | None, str]:
-    """Return the window's cost, or None and what it lacks."""
+def price_window(window: Sequence[PricedDecision]) -> LegPrice:
+    """Price one leg's decisions, oldest first, as made and at best."""
     if len(window) < MIN_DECISIONS:
-        return None, f"{len(window)} decisions with candidates, {MIN_DECISIONS} needed"
+        return LegPrice(None, f"{len(window)} decisions with candidates, {MIN_DECISIONS} needed", 0)
     columns: dict[WorkerKey, int] = {}
     places: dict[
         int, NDArray[np.intp]
@@ -123,7 +145,7 @@ def _price_window(window: Sequence[PricedDecision]) -> tuple[FrozenCost | None, 
             place = [columns.setdefault(worker, len(columns)) for worker in decision.workers]
             places[id(decision.workers)] = np.array(place, dtype=np.intp)
     if len(columns) < MIN_WORKERS:
-        return None, f"{len(columns)} worker, {MIN_WORKERS} needed"
+        return LegPrice(None, f"{len(columns)} worker, {MIN_WORKERS} needed", 0)
     cost = np.full((len(window), len(columns)), np.inf)
     chosen = np.empty(len(window), dtype=np.intp)
     for row, decision in enumerate(window):
@@ -133,5 +155,5 @@ def _price_window(window: Sequence[PricedDecision]) -> tuple[FrozenCost | None, 
     result = frozen_cost(cost, chosen)
     # Prompts shorter than a block on idle workers: a ratio of nothing is not an estimate.
     if result.optimal <= 0:
-        return None, "zero cost"
-    return result, ""
+        return LegPrice(None, "zero cost", 0)
+    return LegPrice(result, "", len(window))

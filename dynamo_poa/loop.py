@@ -22,7 +22,7 @@ from dynamo_poa.clock import Clock
 from dynamo_poa.controller import pinned, released, step, take_over
 from dynamo_poa.decisions import DecisionLog, Traffic
 from dynamo_poa.errors import ActuationError, BusError
-from dynamo_poa.estimator import frozen_estimate
+from dynamo_poa.estimator import FrozenEstimator
 from dynamo_poa.fleet import Notice
 from dynamo_poa.telemetry import RouterView, Sink, TelemetryRecord
 from dynamo_poa.tick import ControllerState, Counts, Effects, Observation, Settings
@@ -125,6 +125,7 @@ class ControlLoop:
         self._state = ControllerState()
         self._stored: RouterParams | None = None
         self._foreign: RouterParams | None = None
+        self._estimator = FrozenEstimator()
         self._estimate = Estimate(reason="no decisions")
         self._due_at_s: dict[str, float] = {}
         self._rate = _Rate()
@@ -255,8 +256,9 @@ class ControlLoop:
         for notice in fleet.take_notices(at_s):
             log.warning(telemetry.NOTICED, **msgspec.structs.asdict(notice))
         decisions.advance(at_s)
-        if self._is_due("estimate", at_s, config.estimate_s):
-            self._estimate = frozen_estimate(decisions.windows())
+        windows = decisions.windows()
+        if self._is_due("estimate", at_s, config.estimate_s / max(len(windows), 1)):
+            self._estimate = self._estimator.advance(windows)
         ttft, traffic = decisions.take_ttft(), decisions.traffic(at_s)
         if self._frontend is not None:
             from_frontend, snapshot = self._frontend.take(at_s)

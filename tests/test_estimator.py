@@ -6,7 +6,7 @@ import time
 import numpy as np
 import pytest
 
-from dynamo_poa.estimator import PricedDecision, frozen_estimate, price
+from dynamo_poa.estimator import FrozenEstimator, PricedDecision, frozen_estimate, price
 from dynamo_poa.values import Candidate, Decision, Estimate, Role, WorkerKey
 
 W2, W3 = 14370722098883561847, 14370722098883561846  # equal as doubles, case E4
@@ -136,3 +136,16 @@ def test_pricing_a_window_of_512_decisions_of_64_workers_fits_in_a_tick():
     assert time.process_time() - started_s < 0.060
     assert estimate.poa_hat is not None
     assert math.isfinite(estimate.poa_hat)
+
+
+def test_legs_are_priced_in_turn_and_the_estimate_is_that_of_all():
+    """No tick pays for every leg; after a round the estimate is the one made at once."""
+    bad, good = window([[3, 1]] * 8, [0] * 8), window([[1, 3]] * 8, [0] * 8)
+    estimator = FrozenEstimator()
+    first = {Role.PREFILL: good, Role.DECODE: good}
+    assert estimator.advance(first) == frozen_estimate(first)
+    second = {Role.PREFILL: bad, Role.DECODE: bad}
+    assert estimator.advance(second) == frozen_estimate({Role.PREFILL: bad, Role.DECODE: good})
+    assert estimator.advance(second) == frozen_estimate(second)
+    later = {**second, Role.AGGREGATED: good}
+    assert estimator.advance(later) == frozen_estimate(later)

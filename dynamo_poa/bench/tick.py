@@ -78,7 +78,7 @@ def measure(ticks: int, say: Callable[[str], None]) -> Figure:
 def figure(found: dict[str, list[float]]) -> Figure:
     """Turn CPU seconds of each kind of tick into the figure."""
     config = ControllerConfig()
-    every = config.estimate_s / config.tick_s
+    every = config.estimate_s / config.tick_s  # for one leg; legs take turns
     measures = []
     for kind, spent_s in found.items():
         key = kind.replace(" ", "_")
@@ -94,8 +94,8 @@ def figure(found: dict[str, list[float]]) -> Figure:
         title=f"CPU of a controller tick, {WORKERS} workers, window of {WINDOW} decisions",
         measures=tuple(measures),
         conditions=(
-            f"{len(found['aggregated'])} ticks each; by default one tick in {every:g} makes an estimate; a "
-            f"disaggregated graph has a window of {WINDOW} for each leg",
+            f"{len(found['aggregated'])} ticks each; by default one tick in {every:g} prices a leg; a "
+            f"disaggregated graph has a window of {WINDOW} for each leg, priced in turn",
             "the router takes the cheapest worker three times in four; with `random choices` never",
             f"between ticks {3 * WORKERS} messages and {REQUESTS_PER_TICK} requests arrive, not timed; "
             "store, heartbeat, log line, telemetry and metrics sinks are",
