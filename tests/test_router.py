@@ -240,6 +240,27 @@ async def test_a_client_that_leaves_ends_the_booking() -> None:
     assert bench.pool.open_bookings() == []
 
 
+async def test_a_stream_dropped_on_a_thread_of_dynamos_ends_its_booking_in_the_loop() -> None:
+    """Measured: 182 of 200 clients that left together; KvRouter can be asked only where a loop runs."""
+    bench, loop = Bench(), asyncio.get_running_loop()
+    free, freed_in = bench.pool.free, []
+
+    def free_in_loop(booking: str) -> None:
+        freed_in.append(asyncio.get_running_loop())
+        free(booking)
+
+    bench.pool.free = free_in_loop  # type: ignore[method-assign]
+    streams = [bench.generate()]
+    # As Dynamo does: asked for its chunks on a thread without a loop, the stream is not known to any.
+    await (await loop.run_in_executor(None, lambda: streams[0].__anext__()))
+    await loop.run_in_executor(None, streams.clear)
+    await asyncio.sleep(0)
+    assert freed_in == [loop]
+    assert bench.outcome() is Outcome.CANCELLED
+    assert bench.pool.open_bookings() == []
+    assert bench.stats.in_flight[Role.AGGREGATED] == 0
+
+
 async def test_a_stream_that_ends_early_because_its_client_has_gone_is_cancelled() -> None:
     """Measured: Dynamo then ends the worker's stream without a finish reason and without an exception."""
     bench, context = Bench(), FakeContext("r1")
