@@ -10,8 +10,9 @@ Source: defaults marked [paper] are arXiv 2606.17081's, [dynamo] are Dynamo 1.4.
 import difflib
 import math
 import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 import yaml
@@ -24,17 +25,32 @@ T = TypeVar("T", bound="Section")
 
 
 class Knob(msgspec.Struct, frozen=True):
-    """What a person needs to know of one key: meaning, unit, closed range."""
+    """What a person needs to know of one key: meaning, unit, closed range.
+
+    items:  of a tuple whose items have ranges of their own; `doc` is then the item's name
+    """
 
     doc: str
     unit: str = ""
     low: float | None = None
     high: float | None = None
     above: float | None = None  # an open lower bound
+    items: tuple["Knob", ...] = ()
 
-    def problem(self, value: Any) -> str | None:
-        """Return what is wrong with `value`, None when it is within bounds."""
-        numbers = value if isinstance(value, tuple) else (value,)
+    def problems(self, path: str, value: Any) -> list[str]:
+        """Return what is wrong with `value`: key, value, bound; nothing when it is within bounds."""
+        if self.items:
+            named = zip(self.items, value, strict=True)
+            return [
+                problem
+                for index, (knob, item) in enumerate(named)
+                for problem in knob.problems(f"{path}[{index}] ({knob.doc})", item)
+            ]
+        problem = self._problem(value)
+        return [f"{path} = {value!r}: {problem}"] if problem else []
+
+    def _problem(self, value: Any) -> str | None:
+        numbers = value if isinstance(value, list | tuple) else (value,)
         for number in numbers:
             if isinstance(number, bool) or not isinstance(number, int | float):
                 continue
@@ -61,19 +77,38 @@ class Knob(msgspec.Struct, frozen=True):
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True):
-    """Base of every section: bounds hold however the object came to be.
+    """Base of every section: bounds and rules hold however the object came to be.
 
-    Raises:  ConfigError listing every key that is out of bounds.
+    PATH:    where the section stands in a graph's configuration, for messages
+
+    Raises:  ConfigError listing every key that is out of bounds and every rule that is broken.
     """
 
+    PATH: ClassVar[str] = ""
+
     def __post_init__(self) -> None:
-        problems = bound_problems(self, type(self).__name__)
+        known = knobs(type(self))
+        values = {name: getattr(self, name) for name in known}
+        found = {name: known[name][1].problems(f"{self.PATH}.{name}", values[name]) for name in known}
+        good = {name: value for name, value in values.items() if not found[name]}
+        problems = [problem for name in known for problem in found[name]]
+        problems += self.broken_rules(good, self.PATH)
         if problems:
             raise ConfigError(problems)
+
+    @classmethod
+    def broken_rules(cls, good: Mapping[str, Any], path: str) -> Iterator[str]:
+        """Yield what breaks a rule that no single key's bound can say: key, value, rule.
+
+        Args:     good: the keys that are within their bounds; a rule about another one is not judged.
+        """
+        yield from ()
 
 
 class CommonConfig(Section, frozen=True, kw_only=True):
     """What all processes of a graph share."""
+
+    PATH: ClassVar[str] = "Common"
 
     namespace: Annotated[
         str, Knob("Dynamo namespace the frontend sees; workers live in `<namespace>-workers`")
@@ -89,14 +124,13 @@ class CommonConfig(Section, frozen=True, kw_only=True):
     ] = "auto"
     log_level: Annotated[Literal["debug", "info", "warning", "error"], Knob("of our own processes")] = "info"
 
-    def __post_init__(self) -> None:
-        problems = bound_problems(self, "Common")
-        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", self.namespace):
-            problems.append(
-                f"Common.namespace = {self.namespace!r}: must be letters, digits, - and _ (it is one token of a subject)"
-            )
-        if problems:
-            raise ConfigError(problems)
+    @classmethod
+    def broken_rules(cls, good: Mapping[str, Any], path: str) -> Iterator[str]:
+        """Yield whether the namespace is none."""
+        namespace = good.get("namespace")
+        if namespace is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", namespace):
+            must = "must be letters, digits, - and _ (it is one token of a subject)"
+            yield f"{path}.namespace = {namespace!r}: {must}"
 
     @property
     def worker_namespace(self) -> str:
@@ -115,6 +149,8 @@ class CommonConfig(Section, frozen=True, kw_only=True):
 class FrontendConfig(Section, frozen=True, kw_only=True):
     """Dynamo's own HTTP frontend, unmodified."""
 
+    PATH: ClassVar[str] = "Frontend"
+
     http_host: Annotated[str, Knob("address to listen on")] = "127.0.0.1"
     http_port: Annotated[int, Knob("0 picks a free one", low=0, high=65535)] = 8000
     args: Annotated[dict[str, Any], Knob("further `dynamo.frontend` flags, without the dashes")] = {}
@@ -122,6 +158,8 @@ class FrontendConfig(Section, frozen=True, kw_only=True):
 
 class WorkerConfig(Section, frozen=True, kw_only=True):
     """One pool of workers: `PrefillWorker`, `DecodeWorker` or `Worker` (aggregated)."""
+
+    PATH: ClassVar[str] = "Worker"
 
     engine: Annotated[
         Literal["mocker", "vllm", "sglang", "trtllm"], Knob("runs `python -m dynamo.<engine>`")
@@ -138,6 +176,8 @@ class WorkerConfig(Section, frozen=True, kw_only=True):
 
 class RouterConfig(Section, frozen=True, kw_only=True):
     """The router plugin: `PoaRouter`."""
+
+    PATH: ClassVar[str] = "PoaRouter"
 
     legs: Annotated[
         tuple[Literal["prefill", "decode", "aggregated"], ...],
@@ -202,6 +242,8 @@ class RouterConfig(Section, frozen=True, kw_only=True):
 class RegimeConfig(Section, frozen=True, kw_only=True):
     """When the load regime changes: `PoaController.regime`."""
 
+    PATH: ClassVar[str] = "PoaController.regime"
+
     theta1: Annotated[
         float, Knob("TTFT P99 that ends `below`: a multiple of the baseline, or seconds", above=0, high=1e6)
     ] = 2.5
@@ -255,44 +297,39 @@ class RegimeConfig(Section, frozen=True, kw_only=True):
         float | None, Knob("a fixed baseline TTFT P99 instead of a learned one", "s", above=0, high=3600)
     ] = None
 
-    def __post_init__(self) -> None:
-        problems = bound_problems(self, "regime")
-        if not problems and self.theta2 <= self.theta1:
-            problems.append(f"regime.theta2 = {self.theta2:g}: must be > regime.theta1 = {self.theta1:g}")
-        if problems:
-            raise ConfigError(problems)
+    @classmethod
+    def broken_rules(cls, good: Mapping[str, Any], path: str) -> Iterator[str]:
+        """Yield whether the thresholds are out of order."""
+        theta1, theta2 = good.get("theta1"), good.get("theta2")
+        if theta1 is not None and theta2 is not None and theta2 <= theta1:
+            yield f"{path}.theta2 = {theta2:g}: must be > {path}.theta1 = {theta1:g}"
+
+
+_PAIR = Knob(
+    "[paper]",
+    low=0,
+    high=MAX_ROUTER_TEMPERATURE,
+    items=(Knob("τ", low=0, high=MAX_ROUTER_TEMPERATURE), Knob("ω", low=0, high=MAX_OVERLAP_WEIGHT)),
+)
 
 
 class PolicyConfig(Section, frozen=True, kw_only=True):
     """Which parameters belong to which regime: `PoaController.policy`. Pairs are [τ, ω]."""
 
+    PATH: ClassVar[str] = "PoaController.policy"
+
     name: Annotated[Literal["static", "table"], Knob("`static` never moves; `table` is the paper's")] = (
         "table"
     )
-    below: Annotated[tuple[float, float], Knob("[paper]", low=0, high=MAX_ROUTER_TEMPERATURE)] = (0.0, 1.0)
-    transition: Annotated[tuple[float, float], Knob("[paper]", low=0, high=MAX_ROUTER_TEMPERATURE)] = (
-        0.7,
-        1.0,
-    )
-    saturated: Annotated[tuple[float, float], Knob("[paper]", low=0, high=MAX_ROUTER_TEMPERATURE)] = (
-        0.8,
-        0.1,
-    )
-
-    def __post_init__(self) -> None:
-        problems = bound_problems(self, "policy")
-        for regime in ("below", "transition", "saturated"):
-            overlap_weight = getattr(self, regime)[1]
-            if not 0 <= overlap_weight <= MAX_OVERLAP_WEIGHT:
-                problems.append(
-                    f"policy.{regime}[1] (ω) = {overlap_weight!r}: must be in [0, {MAX_OVERLAP_WEIGHT:g}]"
-                )
-        if problems:
-            raise ConfigError(problems)
+    below: Annotated[tuple[float, float], _PAIR] = (0.0, 1.0)
+    transition: Annotated[tuple[float, float], _PAIR] = (0.7, 1.0)
+    saturated: Annotated[tuple[float, float], _PAIR] = (0.8, 0.1)
 
 
 class ControllerConfig(Section, frozen=True, kw_only=True):
     """The controller: `PoaController`."""
+
+    PATH: ClassVar[str] = "PoaController"
 
     mode: Annotated[
         Mode, Knob("`off` keeps static parameters, `shadow` decides without applying, `active` applies")
@@ -326,14 +363,12 @@ class ControllerConfig(Section, frozen=True, kw_only=True):
         default_factory=PolicyConfig
     )
 
-    def __post_init__(self) -> None:
-        problems = bound_problems(self, "PoaController")
-        if not problems and self.heartbeat_s * 2 > self.lease_s:
-            problems.append(
-                f"PoaController.lease_s = {self.lease_s:g}: must be >= 2 x heartbeat_s = {2 * self.heartbeat_s:g}"
-            )
-        if problems:
-            raise ConfigError(problems)
+    @classmethod
+    def broken_rules(cls, good: Mapping[str, Any], path: str) -> Iterator[str]:
+        """Yield whether a single missed heartbeat could end the lease."""
+        heartbeat_s, lease_s = good.get("heartbeat_s"), good.get("lease_s")
+        if heartbeat_s is not None and lease_s is not None and heartbeat_s * 2 > lease_s:
+            yield f"{path}.lease_s = {lease_s:g}: must be >= 2 x heartbeat_s = {2 * heartbeat_s:g}"
 
 
 def knobs(section: type[Section]) -> dict[str, tuple[Any, Knob]]:
@@ -344,16 +379,6 @@ def knobs(section: type[Section]) -> dict[str, tuple[Any, Knob]]:
             bare, knob = get_args(hint)[:2]
             result[name] = (bare, knob)
     return result
-
-
-def bound_problems(section: Section, path: str) -> list[str]:
-    """Return one message per key that is out of bounds: key, value, bound."""
-    problems = []
-    for name, (_, knob) in knobs(type(section)).items():
-        value = getattr(section, name)
-        if problem := knob.problem(value):
-            problems.append(f"{path}.{name} = {value!r}: {problem}")
-    return problems
 
 
 def read_section(section: type[T], raw: Any, path: str) -> tuple[T | None, list[str]]:
@@ -383,18 +408,18 @@ def read_section(section: type[T], raw: Any, path: str) -> tuple[T | None, list[
                 values[key] = inner
             continue
         try:
-            values[key] = msgspec.convert(value, bare)
+            converted = msgspec.convert(value, bare)
         except msgspec.ValidationError as error:
             problems.append(f"{path}.{key} = {value!r}: {_type_problem(error, bare)}")
             continue
-        if problem := knob.problem(values[key]):
-            problems.append(f"{path}.{key} = {value!r}: {problem}")
-    if problems:
-        return None, problems
-    try:
-        return section(**values), []
-    except ConfigError as error:
-        return None, list(error.problems)
+        if found := knob.problems(f"{path}.{key}", value):  # as it was written, 3 and not 3.0
+            problems += found
+        else:
+            values[key] = converted
+    defaults = section()
+    missing = {key: getattr(defaults, key) for key in known if key not in raw}
+    problems += section.broken_rules(missing | values, path)
+    return (None, problems) if problems else (section(**values), [])
 
 
 def _type_problem(error: msgspec.ValidationError, bare: Any) -> str:

@@ -18,6 +18,7 @@ from dynamo_poa.estimator import PricedDecision, price
 from dynamo_poa.ttft import sample_of
 from dynamo_poa.values import MAX_REVISION, Decision, Outcome, Role, TtftSample, WorkerKey
 
+MAX_ROUTERS = 256
 MAX_REQUESTS = 100_000  # joined at once; 20 MB
 MAX_SAMPLES = 50_000  # TTFT measurements in a window; a graph on one machine makes a tenth
 MAX_TTFT_S = 3600.0  # more is a clock, not a wait
@@ -124,13 +125,15 @@ class DecisionLog:
             batch = _decode_batch(payload)
         except msgspec.ValidationError:
             self.refused["schema"] += 1
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, RecursionError):  # the latter from nesting without end
             self.refused["not_msgpack"] += 1
         else:
             if batch.version > wire.VERSION:
                 self.refused["version"] += 1
             elif not 0 <= batch.params_revision <= MAX_REVISION:
                 self.refused["revision"] += 1  # it cannot be that of a record
+            elif batch.router_id not in self._routers and len(self._routers) >= MAX_ROUTERS:
+                self.refused["too_many_routers"] += 1
             else:
                 self.apply(batch, at_s)
 

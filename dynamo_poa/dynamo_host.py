@@ -33,7 +33,7 @@ from dynamo_poa.clock import Clock
 from dynamo_poa.config import CommonConfig, RouterConfig
 from dynamo_poa.errors import RequestShed, WireError, WorkerUnreachable
 from dynamo_poa.values import Candidate, Role, RouterParams, WorkerCard, WorkerKey
-from dynamo_poa.wire import card_from_mdc
+from dynamo_poa.wire import MAX_CANDIDATES, card_from_mdc
 
 log = structlog.get_logger(__name__)
 
@@ -239,6 +239,8 @@ class WorkerPool:
         if self._role is not Role.DECODE:
             asked.append(self._router.get_potential_loads(token_ids))
         before, *with_prompt = [await answer for answer in asked]
+        if len(before) > MAX_CANDIDATES:
+            return ()
         prompt_blocks = len(token_ids) // self._block_size
         after = {(load["worker_id"], load["dp_rank"]): load for load in (with_prompt or [before])[0]}
         found = []

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from dynamo_poa.games.routing import FrozenCost, block_cost, frozen_cost
 from dynamo_poa.values import Decision, Estimate, Role, WorkerKey
+from dynamo_poa.wire import MAX_CANDIDATES
 
 MIN_DECISIONS = 8  # theory.md; fewer say nothing of a router that breaks ties at random
 MIN_WORKERS = 2
@@ -144,6 +145,8 @@ def price_window(window: Sequence[PricedDecision]) -> LegPrice:
         if id(decision.workers) not in places:
             place = [columns.setdefault(worker, len(columns)) for worker in decision.workers]
             places[id(decision.workers)] = np.array(place, dtype=np.intp)
+    if len(columns) > MAX_CANDIDATES:
+        return LegPrice(None, f"{len(columns)} workers, at most {MAX_CANDIDATES} are priced", 0)
     if len(columns) < MIN_WORKERS:
         return LegPrice(None, f"{len(columns)} worker, {MIN_WORKERS} needed", 0)
     cost = np.full((len(window), len(columns)), np.inf)

@@ -32,6 +32,7 @@ from dynamo_poa.values import Applied, Estimate, Pin, PoolLoad, Role, RouterPara
 log = structlog.get_logger()
 
 STORE_POLL_S = 1.0
+FRONTEND_GRACE_S = 15.0
 STORE_WAIT_S = 10.0  # a server without JetStream never answers; routers then live off heartbeats
 STORE_TIMEOUT_S = 0.5
 RATE_HALF_LIFE_S = 2.0
@@ -125,6 +126,7 @@ class ControlLoop:
         self._state = ControllerState()
         self._stored: RouterParams | None = None
         self._foreign: RouterParams | None = None
+        self._awaited_since_s: float | None = None
         self._estimator = FrozenEstimator()
         self._estimate = Estimate(reason="no decisions")
         self._due_at_s: dict[str, float] = {}
@@ -242,13 +244,20 @@ class ControlLoop:
             self._failed_ticks += 1
             log.error(telemetry.TICK_FAILED, failed_ticks=self._failed_ticks, exc_info=error)
             self._scrape = None
-        failure, self._scrape_failure = self._scrape_failure, self._frontend.last_error
-        if self._scrape_failure not in ("", failure):  # one that repeats is said once
-            log.warning(telemetry.FRONTEND_UNREACHABLE, error=self._scrape_failure)
+        if self._frontend.answered or self._is_overdue(at_s):
+            failure, self._scrape_failure = self._scrape_failure, self._frontend.last_error
+            if self._scrape_failure not in ("", failure):  # one that repeats is said once
+                log.warning(telemetry.FRONTEND_UNREACHABLE, error=self._scrape_failure)
         if self._is_due("scrape", at_s, self._settings.config.scrape_s):
             self._scrape = asyncio.create_task(
                 self._frontend.scrape(self._clock.monotonic_s), name="frontend scrape"
             )
+
+    def _is_overdue(self, at_s: float) -> bool:
+        """Tell whether a frontend should have answered by now: it starts after the controller."""
+        if self._awaited_since_s is None:
+            self._awaited_since_s = at_s
+        return at_s - self._awaited_since_s >= FRONTEND_GRACE_S
 
     def _observe(self, at_s: float) -> Observation:
         config, decisions, fleet = self._settings.config, self._decisions, self._fleet

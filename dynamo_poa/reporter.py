@@ -11,7 +11,7 @@ import itertools
 from collections import deque
 from collections.abc import Callable
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Literal, Protocol, Self
 
 import msgspec
 import structlog
@@ -38,7 +38,7 @@ class RouterStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     in_flight: dict[str, int]
     params_revision: int
-    params_source: str
+    params_source: Literal["static", "heartbeat", "store"]
 
 
 class DecisionReporter:

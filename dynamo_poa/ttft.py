@@ -176,11 +176,13 @@ def combine(frontend: TtftSample, decisions: TtftSample) -> TtftSample:
 class FrontendScraper:
     """Reads a frontend's /metrics through `fetch` and keeps what it said last.
 
+    answered:    it has answered at least once; before that it is awaited, which is no failure
     failures:    fetches that failed, were late or were not Prometheus text
     last_error:  why the latest fetch was one of them, in words; empty when it was not
     """
 
     def __init__(self, fetch: Callable[[], Awaitable[str]], *, window_s: float, max_age_s: float) -> None:
+        self.answered = False
         self.failures = 0
         self.last_error = ""
         self._fetch = fetch
@@ -196,6 +198,8 @@ class FrontendScraper:
             self.failures += 1
             self.last_error = str(error) or type(error).__name__
             return
+        if not self.answered:
+            self.answered, self.failures = True, 0
         self.last_error = ""
         at_s = now_s()
         self._snapshot = (at_s, snapshot)

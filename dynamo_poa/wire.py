@@ -17,6 +17,11 @@ from dynamo_poa.errors import WireError
 from dynamo_poa.values import Candidate, Mode, Outcome, Role, RouterParams, WorkerCard
 
 VERSION = 1
+MAX_CANDIDATES = 1024  # of one decision; more workers than this are not priced
+
+# What a router may say of itself; beyond these the batch is refused whole.
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 
 
 def subject(namespace: str, topic: str) -> str:
@@ -27,16 +32,16 @@ def subject(namespace: str, topic: str) -> str:
 class Chosen(msgspec.Struct, frozen=True, array_like=True, tag="chosen"):
     """A worker was chosen. Instants are seconds since the epoch on the router's clock."""
 
-    request_id: str  # the same on both legs
+    request_id: Name  # the same on both legs
     role: Role
     at_s: float
     received_at_s: float  # when this leg of the request reached the router
     worker_id: int
     dp_rank: int
-    prompt_tokens: int
+    prompt_tokens: Count
     revision: int  # of the parameters the choice was made under
     attempt: int  # 1, or 2 after a refused connection
-    candidates: tuple[Candidate, ...]
+    candidates: Annotated[tuple[Candidate, ...], msgspec.Meta(max_length=MAX_CANDIDATES)]
 
 
 class FirstToken(msgspec.Struct, frozen=True, array_like=True, tag="first_token"):
@@ -69,14 +74,14 @@ class DecisionBatch(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     version: int = VERSION
-    router_id: str
-    sequence: int
+    router_id: Name
+    sequence: Count
     sent_at_s: float
     events: tuple[DecisionEvent, ...] = ()
-    dropped: int = 0
-    in_flight: dict[str, int] = {}
+    dropped: Count = 0
+    in_flight: Annotated[dict[str, Count], msgspec.Meta(max_length=8)] = {}
     params_revision: int = 0
-    params_source: str = "static"
+    params_source: Literal["static", "heartbeat", "store"] = "static"
     loop_lag_s: float = 0.0
 
 

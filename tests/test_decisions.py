@@ -5,7 +5,7 @@ import math
 import msgspec
 import pytest
 
-from dynamo_poa.decisions import DecisionLog, Traffic
+from dynamo_poa.decisions import MAX_ROUTERS, DecisionLog, Traffic
 from dynamo_poa.values import Candidate, Outcome, Role, TtftSample, WorkerKey
 from dynamo_poa.wire import Chosen, DecisionBatch, Ended, FirstToken
 
@@ -253,3 +253,23 @@ def test_a_batch_survives_the_wire_with_unknown_fields(decisions):
     decisions.receive(msgspec.msgpack.encode(raw), 0.0)
     assert decisions.windows()[D][0].workers == (WorkerKey(2**64 - 1, 3),)
     assert decisions.routers[0].revision == 7
+
+
+def test_absurd_batches_are_refused_whole_by_reason(decisions):
+    """What a router may say has bounds; nesting without end and a crowd of routers included."""
+    seen = decisions
+    good = {"router_id": "r", "sequence": 0, "sent_at_s": 1.0}
+    for absurd in (
+        {"in_flight": {"decode": -(2**63)}},
+        {"in_flight": {str(number): 1 for number in range(9)}},
+        {"dropped": 2**63},
+        {"router_id": "x" * 1000},
+        {"params_source": "guess"},
+    ):
+        seen.receive(msgspec.msgpack.encode(good | absurd), 0.0)
+    deep = msgspec.msgpack.encode(good | {"later": None})[:-1] + b"\x91" * 200_000
+    seen.receive(deep, 0.0)
+    for number in range(MAX_ROUTERS + 2):
+        seen.receive(msgspec.msgpack.encode(good | {"router_id": f"r{number}"}), 0.0)
+    assert seen.refused == {"schema": 5, "not_msgpack": 1, "too_many_routers": 2}
+    assert len(seen.routers) == MAX_ROUTERS

@@ -329,7 +329,7 @@ async def test_what_the_controller_itself_lost_is_in_the_record():
 
 async def test_a_frontend_that_cannot_be_read_is_counted_and_said_when_it_changes():
     """Its counters then are the routers' alone, and a person should know why."""
-    errors = ["refused", "refused", "timeout", "", "timeout", "timeout"]
+    errors = ["awaited", "awaited", "", "refused", "refused", "timeout", "", "timeout", "timeout"]
 
     async def fetch():
         error = errors.pop(0) if errors else ""
@@ -340,10 +340,26 @@ async def test_a_frontend_that_cannot_be_read_is_counted_and_said_when_it_change
     g = graph(frontend=FrontendScraper(fetch, window_s=3.0, max_age_s=5.0), scrape_s=1.0)
     with structlog.testing.capture_logs() as lines:
         async with ticking(g):
-            await g.run(10, HEALTHY)
+            await g.run(12, HEALTHY)
     said = [line for line in lines if line["event"] == "poa.frontend.unreachable"]
     assert [line["error"] for line in said] == ["refused", "timeout", "timeout"]
     assert g.last.messages_dropped == {"frontend_unread": 5}
+
+
+async def test_a_frontend_that_never_answers_is_said_after_a_grace():
+    """It starts after the controller, so at first it is only awaited."""
+
+    async def fetch():
+        raise OSError("refused")
+
+    g = graph(frontend=FrontendScraper(fetch, window_s=3.0, max_age_s=5.0), scrape_s=1.0)
+    with structlog.testing.capture_logs() as lines:
+        async with ticking(g):
+            await g.run(14, HEALTHY)
+            before = [line["error"] for line in lines if line["event"] == "poa.frontend.unreachable"]
+            await g.run(3, HEALTHY)
+    said = [line["error"] for line in lines if line["event"] == "poa.frontend.unreachable"]
+    assert (before, said) == ([], ["refused"])
 
 
 async def test_static_parameters_are_reported_before_anything_is_published():

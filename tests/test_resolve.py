@@ -12,7 +12,7 @@ from serving import Controller, Ports, Router, graph_of
 
 from components.frontend import Frontend
 from components.worker import DecodeWorker, PrefillWorker, Worker
-from dynamo_poa.config import CommonConfig, ControllerConfig, FrontendConfig, RouterConfig
+from dynamo_poa.config import CommonConfig, ControllerConfig, FrontendConfig, RegimeConfig, RouterConfig
 from dynamo_poa.errors import ConfigError
 from dynamo_poa.serve.graph import Component, HttpOk, ModelListed, NatsReady, Registered
 from dynamo_poa.serve.plan import Plan, lay_out, nats_server
@@ -111,12 +111,61 @@ def test_every_problem_of_a_file_is_reported_at_once() -> None:
         "PrefilWorker (workers): graphs.test:Frontend has no such component; did you mean PrefillWorker?; "
         "it has: Common, Frontend, PoaRouter, PrefillWorker, DecodeWorker, PoaController",
         "Common.block_size = 0: must be in [1, 4096]",
+        "Common.namespace = 'a.b': must be letters, digits, - and _ (it is one token of a subject)",
         "Frontend.http_port = 'eighty': expected `int`, got `str`",
         "PoaRouter.replica = 2: unknown key; did you mean replicas?",
         "DecodeWorker.workers = 0: must be in [1, 1024]",
         "PoaController.regime.theta1 = -1: must be > 0 and <= 1e+06",
         "PoaController.mode = 'on': must be one of off, shadow, active",
     ]
+
+
+@pytest.mark.parametrize(
+    ("controller", "problems"),
+    [
+        (
+            {"regime": {"theta1": 9, "theta2": 8, "window_s": 0}, "lease_s": 1, "tick_s": 0},
+            [
+                "PoaController.regime.window_s = 0: must be > 0 and <= 600",
+                "PoaController.regime.theta2 = 8: must be > PoaController.regime.theta1 = 9",
+                "PoaController.tick_s = 0: must be in [0.05, 60]",
+                "PoaController.lease_s = 1: must be >= 2 x heartbeat_s = 2",
+            ],
+        ),
+        # A rule about a key that is itself wrong would judge the key's default, which nobody asked for.
+        (
+            {"regime": {"theta1": -1, "theta2": 2}},
+            ["PoaController.regime.theta1 = -1: must be > 0 and <= 1e+06"],
+        ),
+        (
+            {"policy": {"below": [float("nan"), 3], "saturated": [0.8, -0.1]}},
+            [
+                "PoaController.policy.below[0] (τ) = nan: must be finite and in [0, 100]",
+                "PoaController.policy.below[1] (ω) = 3: must be in [0, 2]",
+                "PoaController.policy.saturated[1] (ω) = -0.1: must be in [0, 2]",
+            ],
+        ),
+        (
+            {"policy": {"below": [0.1]}},
+            ["PoaController.policy.below = [0.1]: expected `array` of length 2, got 1"],
+        ),
+    ],
+)
+def test_rules_of_a_section_are_judged_beside_its_bad_keys(
+    controller: dict[str, Any], problems: list[str]
+) -> None:
+    """All problems at once, under full paths: what spans keys does not wait for the keys to be right."""
+    assert problems_of(DISAGGREGATED, {"PoaController": controller}) == problems
+
+
+def test_a_section_made_in_code_keeps_the_same_rules() -> None:
+    """However a configuration object came to be, it is within its bounds, and says its path when it is not."""
+    with pytest.raises(ConfigError) as caught:
+        RegimeConfig(theta1=9.0, theta2=8.0, window_s=0.0)
+    assert caught.value.problems == (
+        "PoaController.regime.window_s = 0.0: must be > 0 and <= 600",
+        "PoaController.regime.theta2 = 8: must be > PoaController.regime.theta1 = 9",
+    )
 
 
 @pytest.mark.parametrize(

@@ -162,7 +162,7 @@ async def _ramp(
             await loop.finish()
         done = story.end(clock.monotonic_s())
         console.print(
-            f"         {phase.name}: {done.requests} requests, TTFT P99 {_ms(done.ttft_p99_s)}",
+            f"         {phase.name} is over: {done.requests} requests, TTFT P99 {_ms(done.ttft_p99_s)}",
             highlight=False,
         )
     return busiest

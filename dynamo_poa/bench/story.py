@@ -99,6 +99,10 @@ class SwapWatch:
         return [self._first_at_s[r] - self._issued_at_s[r] for r in revisions if r > min(self._issued_at_s)]
 
 
+def _pair(record: TelemetryRecord) -> tuple[float, float]:
+    return record.router_temperature, record.overlap_weight
+
+
 class Story:
     """Collects a run phase by phase."""
 
@@ -152,7 +156,7 @@ class Story:
             change = Change(at_s=record.at_s, before=before.regime, after=record.regime, reason=record.reason)
             self.transitions.append(change)
             lines.append(f"regime  {change.before} → {change.after}   {change.reason}")
-        if before is not None and record.swaps > before.swaps:
+        if before is not None and _pair(before) != _pair(record):
             lines.append(
                 f"swap    τ {before.router_temperature:g} → {record.router_temperature:g}, "
                 f"ω {before.overlap_weight:g} → {record.overlap_weight:g}   (revision {record.revision})"
