@@ -159,7 +159,7 @@ def test_rules_of_a_section_are_judged_beside_its_bad_keys(
 
 
 def test_a_section_made_in_code_keeps_the_same_rules() -> None:
-    """However a configuration object came to be, it is within its bounds, and says its path when it is not."""
+    """However an object came to be, it is within its bounds; messages carry the full path."""
     with pytest.raises(ConfigError) as caught:
         RegimeConfig(theta1=9.0, theta2=8.0, window_s=0.0)
     assert caught.value.problems == (
