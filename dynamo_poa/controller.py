@@ -37,12 +37,12 @@ def take_over(stored: RouterParams | None) -> ControllerState:
 
 def pinned(state: ControllerState, pin: Pin) -> ControllerState:
     """Return the state with an operator's pin in place of whatever an operator wanted before."""
-    return msgspec.structs.replace(state, pin=pin, kept=False)
+    return msgspec.structs.replace(state, pin=pin, kept=False, ended="")
 
 
 def released(state: ControllerState) -> ControllerState:
     """Return the state without pin or kept outside write: the policy decides again."""
-    return msgspec.structs.replace(state, pin=None, kept=False)
+    return msgspec.structs.replace(state, pin=None, kept=False, ended="released by an operator")
 
 
 def step(state: ControllerState, seen: Observation, settings: Settings) -> tuple[ControllerState, Effects]:
@@ -60,12 +60,17 @@ def step(state: ControllerState, seen: Observation, settings: Settings) -> tuple
     else:
         regime, verdict = next_regime(state.regime, _signal(seen), settings.config.regime)
     changed = regime.regime is not state.regime.regime
-    pin = state.pin
+    pin, ended = state.pin, state.ended
     if pin is not None and pin.until_s is not None and seen.monotonic_s >= pin.until_s:
-        pin = None
+        pin, ended = None, "the pin expired"
+    by_hand = seen.current is not None and seen.current.kind in _BY_HAND
+    if not by_hand or seen.foreign is not None:
+        ended = ""  # followed already, never in force, or an operator's word again
     kept = state.kept and not changed and seen.foreign is None
     before = state.regime.regime
-    state = msgspec.structs.replace(state, regime=regime, pin=pin, kept=kept, tick=state.tick + 1)
+    state = msgspec.structs.replace(
+        state, regime=regime, pin=pin, ended=ended, kept=kept, tick=state.tick + 1
+    )
     state = _count_swap(state, seen.current)
 
     wanted = _wanted(state, verdict, settings)
@@ -123,7 +128,7 @@ def _wanted(state: ControllerState, verdict: Verdict, settings: Settings) -> Cho
 def _choose(
     state: ControllerState, seen: Observation, settings: Settings, wanted: Choice, *, stale: bool
 ) -> Choice:
-    """Return what should be in force now."""
+    """Return what should be in force now; what follows an operator's parameters says why they ended."""
     mode, current, foreign = settings.config.mode, seen.current, seen.foreign
     if mode is Mode.OFF:
         return Choice(settings.static, ParamsKind.STATIC, "mode is off")
@@ -135,9 +140,10 @@ def _choose(
         return Choice(pair, ParamsKind.EXTERNAL, foreign.reason or "written to the store by an operator")
     if current is not None and (stale or state.kept):
         return Choice((current.router_temperature, current.overlap_weight), current.kind, current.reason)
-    if mode is Mode.SHADOW:
-        return Choice(settings.static, ParamsKind.STATIC, "mode is shadow")
-    return wanted
+    chosen = Choice(settings.static, ParamsKind.STATIC, "mode is shadow") if mode is Mode.SHADOW else wanted
+    if not state.ended:
+        return chosen
+    return Choice(chosen.values, chosen.kind, f"{state.ended}: {chosen.reason}")
 
 
 def _difference(

@@ -57,12 +57,14 @@ class ControllerState(msgspec.Struct, frozen=True, kw_only=True):
     """What is carried from tick to tick.
 
     pin:        an operator's, through the control service; changed by `pinned` and `released` only
+    ended:      why an operator's parameters count no more, until a record that follows them is in force
     kept:       the record in force is an operator's outside write, kept until the regime next changes
     last_held:  the outcome and wish last reported as held, so that it is said once
     """
 
     regime: RegimeState = RegimeState()
     pin: Pin | None = None
+    ended: str = ""
     kept: bool = False
     tick: int = 0
     swaps: int = 0

@@ -155,7 +155,11 @@ def test_a_pin_overrides_the_policy_until_it_expires():
     effects = channel.tick()
     assert (effects.record.kind, effects.record.pin_left_s) == (ParamsKind.PIN, 2.0)
     assert channel.tick().record.applied is Applied.HELD_PIN
-    assert channel.tick().record.kind is ParamsKind.POLICY
+    effects = channel.tick()
+    assert effects.record.kind is ParamsKind.POLICY
+    reason = "the pin expired: TTFT P99 0.500 s under θ1 1.000 s"
+    assert [event.reason for event in effects.events] == [reason]
+    assert channel.current.reason == reason
     assert channel.values == [(0.0, 1.0, "policy"), (0.3, 0.4, "pin"), (0.0, 1.0, "policy")]
 
 
@@ -168,6 +172,34 @@ def test_a_pin_without_end_holds_through_regime_changes_until_it_is_released():
     channel.state = released(channel.state)
     channel.tick(50.0)
     assert channel.values == [(0.3, 0.4, "pin"), (0.8, 0.1, "policy")]
+    assert channel.current.reason == "released by an operator: TTFT P99 50.000 s not under 7.000 s"
+
+
+def test_why_a_pin_ended_is_told_until_what_follows_it_is_in_force_and_no_longer():
+    """Whoever reads the change wants the operator's act, not the evidence; later changes have their own."""
+    channel = Channel()
+    channel.state = pinned(
+        channel.state, Pin(router_temperature=0.3, overlap_weight=0.4, until_s=channel.at_s + 2)
+    )
+    channel.tick()
+    channel.tick(bus_connected=False)  # expires now, and nothing can be published
+    assert channel.tick().publish.reason == "the pin expired: TTFT P99 0.500 s under θ1 1.000 s"
+    channel.state = released(channel.state)  # of nothing
+    channel.ticks(6, 2.0)
+    assert channel.values[2:] == [(0.7, 1.0, "policy")]
+    assert channel.current.reason == "TTFT P99 1.915 s at or over θ1 1.000 s"
+
+
+def test_an_outside_write_in_the_tick_of_a_release_stands():
+    """When the regime ends it, the evidence is the reason, not the release of before."""
+    channel = Channel()
+    channel.state = pinned(channel.state, Pin(router_temperature=0.3, overlap_weight=0.4))
+    channel.tick()
+    channel.state = released(channel.state)
+    channel.tick(foreign=record(revision=40))
+    channel.ticks(8, 2.0)
+    assert channel.values == [(0.3, 0.4, "pin"), (0.4, 0.5, "external"), (0.7, 1.0, "policy")]
+    assert not channel.current.reason.startswith("released")
 
 
 def test_a_pin_applies_in_shadow_too():
@@ -179,6 +211,7 @@ def test_a_pin_applies_in_shadow_too():
     channel.state = released(channel.state)
     channel.tick()
     assert channel.values == [(*STATIC, "static"), (0.3, 0.4, "pin"), (*STATIC, "static")]
+    assert channel.current.reason == "released by an operator: mode is shadow"
 
 
 def test_an_outside_write_is_adopted_until_the_regime_next_changes():
