@@ -82,6 +82,34 @@ def test_options_may_follow_or_precede_the_graph_and_take_values_either_way(
 
 
 @pytest.mark.parametrize(
+    ("options", "errors"),
+    [
+        (
+            ["--Worker.gpus", "--Worker.workers", "2", f"{PLAIN}:Frontend"],
+            ["Worker.gpus: needs a value, as in --Worker.gpus=VALUE"],
+        ),
+        (
+            [f"{PLAIN}:Frontend", "--Worker.workers"],
+            ["Worker.workers: needs a value, as in --Worker.workers=VALUE"],
+        ),
+        (
+            ["--dryrun", f"{PLAIN}:Frontend", "--dry_run"],
+            [
+                "'--dryrun': unknown option; overrides read --Component.key=value",
+                "'--dry_run': unknown option; overrides read --Component.key=value",
+            ],
+        ),
+    ],
+)
+def test_an_option_is_never_taken_for_another_ones_value(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: list[str], errors: list[str]
+) -> None:
+    """Nothing that was typed is swallowed, the graph's name included."""
+    assert run(monkeypatch, "serve", *options, "Frontend.http_port=0") == 2
+    assert capsys.readouterr().err.splitlines() == [f"error: {error}" for error in errors]
+
+
+@pytest.mark.parametrize(
     ("flag", "mode"),
     [("--adaptive", "active"), ("--no-adaptive", "off"), ("--PoaController.mode=shadow", "shadow")],
 )

@@ -82,11 +82,14 @@ async def _serve(plan: Plan, start_timeout_s: float) -> None:
 def _sort_out(words: Sequence[str]) -> tuple[str, list[str]]:
     """Tell the graph from the overrides, in whatever order they were typed.
 
-    `--Component.key value` reads as `--Component.key=value`, as in Dynamo's SDK.
+    `--Component.key value` reads as `--Component.key=value`, as in Dynamo's SDK. An option is never a value,
+    and what is no `--Component.key` takes none.
     """
     joined: list[str] = []
     for word in words:
-        if joined and joined[-1].startswith("--") and "=" not in joined[-1] and "=" not in word:
+        before = joined[-1] if joined else ""
+        takes_value = before.startswith("--") and "." in before and "=" not in before
+        if takes_value and "=" not in word and not word.startswith("--"):
             joined[-1] += f"={word}"
         else:
             joined.append(word)

@@ -20,7 +20,7 @@ from dynamo_poa.config import CommonConfig, FrontendConfig, RouterConfig, Sectio
 from dynamo_poa.errors import ConfigError
 from dynamo_poa.serve.graph import Graph
 from dynamo_poa.values import Role
-from dynamo_poa.yaml12 import load_yaml
+from dynamo_poa.yaml12 import load_yaml, syntax_problem
 
 T = TypeVar("T", bound=Section)
 
@@ -86,8 +86,10 @@ def read_file(path: Path) -> dict[str, Any]:
     """
     try:
         raw = load_yaml(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError([f"{path}: {' '.join(str(error).split())}"]) from error
+    except OSError as error:
+        raise ConfigError([f"{path}: {error.strerror}"]) from error
+    except (ValueError, yaml.YAMLError) as error:
+        raise ConfigError([syntax_problem(str(path), error)]) from error
     if raw is None:
         return {}
     if not isinstance(raw, dict):
@@ -107,12 +109,15 @@ def apply_overrides(raw: Mapping[str, Any], overrides: Iterable[str]) -> tuple[d
     for override in overrides:
         path, separator, text = override.lstrip("-").partition("=")
         keys = path.split(".")
+        if not separator and len(keys) > 1 and all(keys):
+            problems.append(f"{path}: needs a value, as in --{path}=VALUE")
+            continue
         if not separator or len(keys) < 2 or not all(keys):
             problems.append(f"{override!r}: unknown option; overrides read --Component.key=value")
             continue
         try:
             value = load_yaml(text)
-        except yaml.YAMLError:
+        except (ValueError, yaml.YAMLError):
             problems.append(f"{path} = {text!r}: not a YAML value")
             continue
         section = sections
