@@ -150,6 +150,9 @@ async def _ramp(
     busiest = 0.0
     for phase in phases:
         story.begin(phase.name, phase.concurrency, clock.monotonic_s())
+        console.print(
+            f"         {phase.name}: {phase.concurrency} users for {phase.seconds:g} s", highlight=False
+        )
         loop.resize(phase.concurrency)
         before = machine_time()
         with _progress(console) as show:
@@ -191,8 +194,12 @@ def _line(phase: Phase, left_s: float, story: Story) -> str:
 
 def table(report: DemoReport) -> Table:
     """Return the closing table: one row per phase."""
-    result = Table(title="Regime, τ and ω at the end of each phase")
-    for name in ("phase", "users", "requests", "failed", "TTFT P50", "P99", "requests/s", "PoA-hat"):
+    result = Table(
+        title="Regime, τ and ω at the end of each phase",
+        caption="τ router temperature, 0 is greedy; ω weight of cached prefixes; "
+        "PoA-hat what the routing cost over the best possible; TTFT as the clients saw it",
+    )
+    for name in ("phase", "users", "requests", "failed", "TTFT P50", "TTFT P99", "requests/s", "PoA-hat"):
         result.add_column(name, justify="left" if name == "phase" else "right", no_wrap=True)
     for name in ("regime", "τ", "ω"):
         result.add_column(name, no_wrap=True)
@@ -204,8 +211,8 @@ def table(report: DemoReport) -> Table:
             str(phase.failed),
             _ms(phase.ttft_p50_s),
             _ms(phase.ttft_p99_s),
-            _number(phase.throughput_rps),
-            _number(phase.poa_hat),
+            "-" if phase.throughput_rps is None else f"{phase.throughput_rps:.1f}",
+            "-" if phase.poa_hat is None else f"{phase.poa_hat:.2f}",
             phase.regime or "-",
             _number(phase.router_temperature),
             _number(phase.overlap_weight),
