@@ -20,10 +20,10 @@ from dynamo_poa.clock import Clock, SystemClock
 from dynamo_poa.config import CommonConfig, ControllerConfig, RouterConfig
 from dynamo_poa.control import ControlService
 from dynamo_poa.decisions import DecisionLog
-from dynamo_poa.errors import BusError
+from dynamo_poa.errors import BusError, ParamsError
 from dynamo_poa.fleet import Fleet
 from dynamo_poa.loop import ControlLoop
-from dynamo_poa.params import ParamsPublisher
+from dynamo_poa.params import ParamsPublisher, decode_heartbeat
 from dynamo_poa.policies import make_policy
 from dynamo_poa.telemetry import BusSink, ControllerMetrics, LogSink, MetricsServer, configure_logging
 from dynamo_poa.tick import Settings
@@ -34,6 +34,7 @@ from dynamo_poa.wire import FORWARD_PASS_METRICS, KV_EVENTS, KV_METRICS, subject
 log = structlog.get_logger()
 
 BUS_WAIT_S = 10.0  # between two lines that say so
+MAX_SAID = 16  # other controllers named; a predecessor's last heartbeat may be one
 SCRAPE_TIMEOUT_S = 2.0
 # A frontend that has not answered for so long says nothing of what is in flight.
 SCRAPE_MAX_AGE_S = 5.0
@@ -79,6 +80,7 @@ class ControllerProcess:
             nats_url = os.environ.get("NATS_SERVER", common.nats_url)
             bus = await stack.enter_async_context(Bus(nats_url, name=controller_id, clock=clock))
             listen(bus, common, fleet, decisions, clock, exposed)
+            watch_for_another(bus, common.namespace, controller_id)
             channel = ParamsPublisher(bus, common.namespace, controller_id, clock, config.mode)
             directory: list[dynamo_host.WorkerDirectory] = []
             loop = ControlLoop(
@@ -193,3 +195,19 @@ def listen(
         subject(common.namespace, "decisions"),
         lambda _, data: decisions.receive(data, clock.monotonic_s()),
     )
+
+
+def watch_for_another(bus: Bus, namespace: str, controller_id: str) -> None:
+    """Say once of each that another controller speaks to the same routers."""
+    said: set[str] = set()
+
+    def on_heartbeat(_: str, data: bytes) -> None:
+        try:
+            other = decode_heartbeat(data).controller_id
+        except ParamsError:
+            return  # the routers count it
+        if other != controller_id and other not in said and len(said) < MAX_SAID:
+            said.add(other)
+            log.warning(telemetry.SECOND, namespace=namespace, other=other)
+
+    bus.subscribe(subject(namespace, "params"), on_heartbeat)

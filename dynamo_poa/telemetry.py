@@ -30,6 +30,7 @@ from dynamo_poa.wire import subject
 
 # Log events: one name, one shape. The bus, which this module needs, has its own beside their use.
 STARTED = "poa.controller.started"
+SECOND = "poa.controller.second"
 WAITING = "poa.controller.waiting"
 STOPPED = "poa.controller.stopped"
 TICK = "poa.tick"
