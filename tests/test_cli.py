@@ -261,4 +261,30 @@ def test_a_command_that_does_not_exist_is_refused(
 ) -> None:
     """`dynamo` has `serve` alone."""
     assert run(monkeypatch, "build", "x") == 2
-    assert "No such command 'build'" in capsys.readouterr().err
+    assert capsys.readouterr().err == "error: no such command 'build'\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["serve"], "missing argument 'graph'"),
+        (["serve", "x:y", "-f"], "option '-f' requires an argument"),
+        (["serve", "x:y", "--start-timeout", "soon"], "invalid value for '--start-timeout': "),
+        (["--loud"], "no such option: --loud"),
+    ],
+)
+def test_what_cannot_be_parsed_is_one_line_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], error: str
+) -> None:
+    """Every error is `error: ...` and exit 2, the option parser's own included."""
+    assert run(monkeypatch, *arguments) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {error}")
+
+
+def test_without_a_command_there_is_help(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whoever types `dynamo` alone wants to know what it takes."""
+    assert run(monkeypatch) == 2
+    assert capsys.readouterr().err.startswith("Usage: ")

@@ -53,21 +53,21 @@ def announce(run_dirs: Path, namespace: str, port: int, pid: int | None = None) 
 def test_the_one_running_graph_is_taken(run_dirs: Path) -> None:
     """No option is needed where there is nothing to choose."""
     announce(run_dirs, "alpha", 4001)
-    assert find_target(None, None) == Target("nats://127.0.0.1:4001", "alpha")
+    assert find_target(None, None)[:2] == ("nats://127.0.0.1:4001", "alpha")
 
 
 def test_a_namespace_names_one_of_several(run_dirs: Path) -> None:
     """--namespace alone is enough for a graph of this user."""
     announce(run_dirs, "alpha", 4001)
     announce(run_dirs, "beta", 4002)
-    assert find_target(None, "beta") == Target("nats://127.0.0.1:4002", "beta")
+    assert find_target(None, "beta")[:2] == ("nats://127.0.0.1:4002", "beta")
 
 
 def test_a_server_names_the_graph_that_uses_it(run_dirs: Path) -> None:
     """--nats alone: the namespace is the running graph's, `poa` where none is known."""
     announce(run_dirs, "alpha", 4001)
     announce(run_dirs, "beta", 4002)
-    assert find_target("nats://127.0.0.1:4002", None) == Target("nats://127.0.0.1:4002", "beta")
+    assert find_target("nats://127.0.0.1:4002", None)[:2] == ("nats://127.0.0.1:4002", "beta")
     assert find_target("nats://elsewhere:4222", None) == Target("nats://elsewhere:4222", "poa")
 
 
@@ -75,6 +75,16 @@ def test_both_options_are_taken_as_they_are(run_dirs: Path) -> None:
     """A graph of somebody else's, about which no file says anything."""
     announce(run_dirs, "alpha", 4001)
     assert find_target("nats://elsewhere:4222", "gamma") == Target("nats://elsewhere:4222", "gamma")
+
+
+def test_what_is_known_of_a_graph_is_told_and_its_password_is_not(run_dirs: Path) -> None:
+    """First line of status, set and release: who runs several sees which one it was."""
+    announce(run_dirs, "alpha", 4001)
+    known = f"namespace alpha at nats://127.0.0.1:4001, http://127.0.0.1:8000, pid {os.getpid()}"
+    assert find_target(None, None).told("nats://127.0.0.1:4001") == known
+    assert find_target("nats://127.0.0.1:4001", "alpha").told("nats://127.0.0.1:4001") == known
+    foreign = find_target("nats://me:secret@elsewhere:4222", "gamma")
+    assert foreign.told("nats://elsewhere:4222") == "namespace gamma at nats://elsewhere:4222"
 
 
 def test_several_graphs_are_an_error_that_lists_them(run_dirs: Path) -> None:
@@ -85,7 +95,7 @@ def test_several_graphs_are_an_error_that_lists_them(run_dirs: Path) -> None:
         find_target(None, None)
     first, *listed = caught.value.problems
     assert first == "several graphs are running: name one with --namespace or --nats"
-    where = f"(graphs.disagg_poa:Frontend, pid {os.getpid()})"
+    where = f"(graphs.disagg_poa:Frontend at http://127.0.0.1:8000, pid {os.getpid()})"
     assert sorted(listed) == [
         f"  --namespace alpha --nats nats://127.0.0.1:4001  {where}",
         f"  --namespace beta --nats nats://127.0.0.1:4002  {where}",
@@ -133,9 +143,17 @@ def test_a_bad_duration_is_refused_by_name_value_and_bound(written: str) -> None
 
 
 def run_command(*arguments: str) -> Any:
-    app = typer.Typer(pretty_exceptions_enable=False)
+    app = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode=None)
     commands.register(app)
     return CliRunner().invoke(app, arguments)
+
+
+def test_every_summary_fits_its_line() -> None:
+    """`--help` cuts off what does not fit in 80 columns."""
+    shown = run_command("--help").output
+    assert "  set       Pin the router's parameters, both together.\n" in shown
+    commands_shown = shown.partition("Commands:\n")[2].splitlines()
+    assert [line for line in commands_shown if "..." in line] == []
 
 
 def test_set_names_every_bad_value_at_once_and_sends_nothing(run_dirs: Path) -> None:

@@ -10,7 +10,7 @@ import asyncio
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -22,6 +22,9 @@ from dynamo_poa.serve.prepare import make_plan
 from dynamo_poa.serve.supervisor import START_TIMEOUT_S, serve_graph
 from dynamo_poa.telemetry import configure_logging
 
+# Click's, which some versions of Typer carry inside them: what was typed cannot be understood.
+_UsageError: Any = typer.BadParameter.__bases__[0]
+_INTERRUPTED = 130
 _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
@@ -142,9 +145,17 @@ def main() -> None:
     _run(app)
 
 
-def _run(app: Callable[[], object]) -> None:
+def _run(app: Callable[..., object]) -> None:
     try:
-        app()
+        status = app(standalone_mode=False)  # so that its errors are told as ours are
+    except _UsageError as error:
+        text = error.format_message()
+        if text.startswith("Usage:"):  # no command at all: the message is the help
+            typer.echo(text, err=True)
+            sys.exit(2)
+        _fail([text[:1].lower() + text[1:].rstrip(".")], 2)
+    except typer.Abort:
+        sys.exit(_INTERRUPTED)
     except ConfigError as error:
         _fail(error.problems, 2)
     except BusError as error:
@@ -153,6 +164,8 @@ def _run(app: Callable[[], object]) -> None:
         _fail([str(error)], 1)
     except PoaError as error:
         _fail([str(error)], 2)
+    else:
+        sys.exit(status if isinstance(status, int) else 0)
 
 
 def _fail(lines: Sequence[str], status: int) -> None:

@@ -16,6 +16,7 @@ from typing import Annotated, Any
 
 import msgspec
 import typer
+from rich.text import Text
 
 from dynamo_poa.clock import SystemClock
 from dynamo_poa.config import CommonConfig, ControllerConfig
@@ -63,10 +64,11 @@ def watch(nats: _Nats = None, namespace: _Namespace = None, as_json: _Json = Fal
 
 def status(nats: _Nats = None, namespace: _Namespace = None, as_json: _Json = False) -> None:
     """Show what the controller decides right now."""
-    now = asyncio.run(_ask(nats, namespace, {"op": "status"}))
+    where, now = asyncio.run(_ask(nats, namespace, {"op": "status"}))
     if as_json:
         sys.stdout.write(msgspec.json.encode(now).decode() + "\n")
     else:
+        _tell(where)
         console().print(record_view(now))
 
 
@@ -80,7 +82,7 @@ def set_parameters(
     nats: _Nats = None,
     namespace: _Namespace = None,
 ) -> None:
-    """Pin the router's parameters: both change together, and the policy no longer moves them."""
+    """Pin the router's parameters, both together. The policy no longer moves them."""
     for_s, problems = None, []
     # One value at a time, so that both are named when both are wrong.
     for values in ((router_temperature, 0.0), (0.0, overlap_weight)):
@@ -101,14 +103,17 @@ def set_parameters(
         "overlap_weight": overlap_weight,
         "for_s": for_s,
     }
-    now = asyncio.run(_ask(nats, namespace, request, settle=True))
+    where, now = asyncio.run(_ask(nats, namespace, request, settle=True))
+    _tell(where)
     in_force = "" if now.kind is ParamsKind.PIN else f"accepted, not in force after {SETTLE_S:g} s: "
     typer.echo(f"{in_force}{parameters(now)}")
 
 
 def release(nats: _Nats = None, namespace: _Namespace = None) -> None:
     """Give the parameters back to the policy."""
-    typer.echo(parameters(asyncio.run(_ask(nats, namespace, {"op": "release"}, settle=True))))
+    where, now = asyncio.run(_ask(nats, namespace, {"op": "release"}, settle=True))
+    _tell(where)
+    typer.echo(parameters(now))
 
 
 def record(
@@ -119,7 +124,7 @@ def record(
     nats: _Nats = None,
     namespace: _Namespace = None,
 ) -> None:
-    """Record the event plane, decisions, parameters and telemetry of a graph."""
+    """Record what a graph sends. Event plane, decisions, parameters and telemetry."""
     duration_s = None if duration is None else read_duration_s("--for", duration)
     _run_until_told(record_until(find_target(nats, namespace), file, duration_s))
 
@@ -134,7 +139,7 @@ def estimate(
         int, typer.Option(help="KV block size of the recorded graph, tokens")
     ] = CommonConfig().block_size,
 ) -> None:
-    """Compute PoA-hat, TTFT and outcomes from a recording, by the code that does it live."""
+    """Compute PoA-hat, TTFT and outcomes from a recording. The code is the live controller's."""
     # imported here: scipy takes longer to import than the other commands take to run
     from dynamo_poa.serve.replay import replay
 
@@ -148,8 +153,11 @@ def estimate(
 
 async def _ask(
     nats: str | None, namespace: str | None, request: dict[str, Any], *, settle: bool = False
-) -> TelemetryRecord:
-    """Return the controller's record; with `settle`, one made after it heeded the request, if it can."""
+) -> tuple[str, TelemetryRecord]:
+    """Return which graph was asked and its controller's record.
+
+    With `settle` the record is one made after the controller heeded the request, if it does in time.
+    """
     configure_logging("error")
     target, clock = find_target(nats, namespace), SystemClock()
     async with connected(target, str(request["op"])) as bus:
@@ -158,7 +166,12 @@ async def _ask(
         while settle and now.tick < until_tick and clock.monotonic_s() < until_s:
             await clock.sleep(0.05)
             now = await ask(bus, target.namespace, {"op": "status"})
-    return now
+        return target.told(bus.url), now
+
+
+def _tell(where: str) -> None:
+    """Say which graph the rest is about: who runs several must not read or change the wrong one."""
+    console().print(Text(where, style="dim"))
 
 
 def _run_until_told(work: Coroutine[Any, Any, None]) -> None:

@@ -24,10 +24,19 @@ ANSWER_TIMEOUT_S = 2.0
 
 
 class Target(NamedTuple):
-    """A graph, as far as it can be reached: through its NATS, under its namespace."""
+    """A graph, as far as it can be reached: through its NATS, under its namespace.
+
+    graph:  what is known of it, None where this user does not run it
+    """
 
     nats_url: str
     namespace: str
+    graph: RunningGraph | None = None
+
+    def told(self, shown_url: str) -> str:
+        """Return in words which graph this is. `shown_url` is its NATS without a password."""
+        known = f", {self.graph.http_url}, pid {self.graph.pid}" if self.graph else ""
+        return f"namespace {self.namespace} at {shown_url}{known}"
 
 
 def find_target(nats_url: str | None, namespace: str | None) -> Target:
@@ -39,9 +48,10 @@ def find_target(nats_url: str | None, namespace: str | None) -> Target:
         CommonConfig(namespace=namespace)  # refuses what is not one token of a subject
     graphs = [graph for graph in find_running(namespace) if nats_url in (None, graph.nats_url)]
     if nats_url is not None and (namespace is not None or not graphs):
-        return Target(nats_url, namespace or CommonConfig().namespace)
+        known = graphs[0] if len(graphs) == 1 else None
+        return Target(nats_url, namespace or CommonConfig().namespace, known)
     if len(graphs) == 1:
-        return Target(graphs[0].nats_url, graphs[0].namespace)
+        return Target(graphs[0].nats_url, graphs[0].namespace, graphs[0])
     if graphs:
         raise ConfigError(
             ["several graphs are running: name one with --namespace or --nats", *_listed(graphs)]
@@ -52,7 +62,8 @@ def find_target(nats_url: str | None, namespace: str | None) -> Target:
 
 def _listed(graphs: list[RunningGraph]) -> list[str]:
     return [
-        f"  --namespace {graph.namespace} --nats {graph.nats_url}  ({graph.target}, pid {graph.pid})"
+        f"  --namespace {graph.namespace} --nats {graph.nats_url}  "
+        f"({graph.target} at {graph.http_url}, pid {graph.pid})"
         for graph in graphs
     ]
 

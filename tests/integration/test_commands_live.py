@@ -134,6 +134,7 @@ async def test_status_shows_the_latest_record(controller: Controller, environmen
     """One request on the control subject; a table, or with --json the record."""
     shown, printed = await asyncio.gather(run(environment, "status"), run(environment, "status", "--json"))
     assert (shown.status, shown.err) == (0, "")
+    assert shown.out.startswith(f"namespace poa at {environment['NATS_SERVER']}\ngraph       poa, ")
     assert "regime      transition  TTFT P99 2.000 s at or over θ1 1.000 s" in shown.out
     assert "parameters  τ 0.7 ω 1, revision 3, policy, applied" in shown.out
     record = msgspec.json.decode(printed.out, type=type(RECORD))
@@ -143,19 +144,20 @@ async def test_status_shows_the_latest_record(controller: Controller, environmen
 
 async def test_set_pins_and_release_gives_back(controller: Controller, environment: dict[str, str]) -> None:
     """What is printed is what is in force after the next tick, not what was before."""
-    policy = "τ 0.7 ω 1, revision 3, policy, applied\n"
+    where = f"namespace poa at {environment['NATS_SERVER']}\n"
+    policy = f"{where}τ 0.7 ω 1, revision 3, policy, applied\n"
     pinned = await run(
         environment, "set", "--router-temperature", "0.25", "--overlap-weight", "0.5", "--for", "5m"
     )
     assert (pinned.status, pinned.err) == (0, "")
     assert re.fullmatch(
-        r"τ 0\.25 ω 0\.5, revision 4, pin for another (299|300) s, held_pin; "
+        re.escape(where) + r"τ 0\.25 ω 0\.5, revision 4, pin for another (299|300) s, held_pin; "
         r"the policy would set τ 0\.7 ω 1\n",
         pinned.out,
     )
     assert await run(environment, "release") == Result(0, policy, "")
     for_ever = await run(environment, "set", "--router-temperature", "0", "--overlap-weight", "2")
-    assert for_ever.out == "τ 0 ω 2, revision 4, pin, held_pin; the policy would set τ 0.7 ω 1\n"
+    assert for_ever.out == f"{where}τ 0 ω 2, revision 4, pin, held_pin; the policy would set τ 0.7 ω 1\n"
 
 
 async def test_bad_values_are_one_line_each_and_nothing_changes(
