@@ -1,14 +1,19 @@
 """`dynamo serve` as a person types it: options, errors, exit codes."""
 
+import asyncio
 import socket
 import sys
 from collections.abc import Iterator
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import pytest
 import structlog
+from nats_server import NatsServer
 
 from dynamo_poa import __version__
+from dynamo_poa.bus import Bus
+from dynamo_poa.clock import SystemClock
 from dynamo_poa.errors import ConfigError
 from dynamo_poa.serve.cli import dynamo_main
 from dynamo_poa.serve.mock_model import ensure_mock_model
@@ -184,6 +189,32 @@ def test_what_this_machine_cannot_give_is_said_before_anything_starts(
     (line,) = capsys.readouterr().err.splitlines()
     assert code == 2
     assert line.startswith("error: " + problem.format(cwd=tmp_path, port=taken_port))
+
+
+def answering(nats_url: str, namespace: str) -> AbstractAsyncContextManager[Bus]:
+    """Return a bus on which something answers for the namespace as its controller would."""
+    bus = Bus(nats_url, name="controller", clock=SystemClock())
+    bus.respond(f"poa.{namespace}.control", lambda _: b'{"ok":false,"error":"no tick yet"}')
+    return bus
+
+
+async def test_a_namespace_that_a_controller_runs_already_is_refused(nats_server: NatsServer) -> None:
+    """Two graphs of one namespace on one NATS would steer each other: refused before anything starts."""
+    overrides = [f"Common.nats_url={nats_server.url}", "Frontend.http_port=0"]
+    async with answering(nats_server.url, "poa") as bus:
+        await bus.wait_connected(5)
+        with pytest.raises(ConfigError) as caught:
+            await asyncio.to_thread(make_plan, f"{PLAIN}:Frontend", None, overrides)
+        assert caught.value.problems == (
+            f"Common.namespace = 'poa': a controller already runs it at {nats_server.url}; "
+            "choose another namespace or stop it",
+        )
+        other = await asyncio.to_thread(
+            make_plan, f"{PLAIN}:Frontend", None, [*overrides, "Common.namespace=other"]
+        )
+        assert other.namespace == "other"
+    free = make_plan(f"{PLAIN}:Frontend", None, overrides)  # from within a loop, as programs do
+    assert free.namespace == "poa"
 
 
 def test_two_keys_may_not_ask_for_one_port() -> None:

@@ -5,18 +5,25 @@ Does not own: bounds of keys (config.py) and rules between them (resolve.py).
 Invariant: nothing is left behind by a check; each failure names key, value and what is wrong.
 """
 
+import asyncio
 import importlib.util
 import socket
 import urllib.error
 import urllib.request
 from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import urlsplit
 
+from dynamo_poa.bus import Bus
+from dynamo_poa.clock import SystemClock
 from dynamo_poa.config import CommonConfig, ControllerConfig, FrontendConfig, RouterConfig, WorkerConfig
+from dynamo_poa.errors import BusError
 from dynamo_poa.serve.plan import local_model, nats_server, port_is_free
 from dynamo_poa.serve.resolve import MAX_PORT, Configuration
+from dynamo_poa.wire import subject
 
 _TIMEOUT_S = 2.0
+_ANSWER_TIMEOUT_S = 1.0
 _ENGINE_PACKAGES = {"vllm": "vllm", "sglang": "sglang", "trtllm": "tensorrt_llm"}
 
 
@@ -76,7 +83,31 @@ def _nats_problems(common: CommonConfig) -> list[str]:
         return [f"Common.nats_url = {common.nats_url!r}: cannot be reached ({error})"]
     if greeting != b"INFO ":
         return [f"Common.nats_url = {common.nats_url!r}: answers, but not as a NATS server"]
-    return []
+    return _namespace_problems(common)
+
+
+def _namespace_problems(common: CommonConfig) -> list[str]:
+    """Two graphs of one namespace on one NATS would steer each other's routers."""
+    # In a thread, because programs plan graphs from within their own event loop too.
+    with ThreadPoolExecutor(1) as executor:
+        where = executor.submit(asyncio.run, _controller_url(common)).result()
+    if where is None:
+        return []
+    return [
+        f"Common.namespace = {common.namespace!r}: a controller already runs it at {where}; "
+        "choose another namespace or stop it"
+    ]
+
+
+async def _controller_url(common: CommonConfig) -> str | None:
+    """Return the server, without a password, at which a controller answers for the namespace."""
+    async with Bus(common.nats_url, name="dynamo-poa check", clock=SystemClock()) as bus:
+        try:
+            await bus.wait_connected(_ANSWER_TIMEOUT_S)
+            await bus.request(subject(common.namespace, "control"), b'{"op":"status"}', _ANSWER_TIMEOUT_S)
+        except BusError:
+            return None  # nobody there; a server that does not let us in is found out by the start
+        return bus.url
 
 
 def _discovery_problems(common: CommonConfig) -> list[str]:

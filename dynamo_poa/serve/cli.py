@@ -49,6 +49,7 @@ def serve(
     target, overrides = _sort_out([graph, *context.args])
     if adaptive is not None:
         overrides.append(f"PoaController.mode={'active' if adaptive else 'off'}")
+    configure_logging("error")  # of the checks; the plan says how loud serving is
     plan = make_plan(target, file, overrides, check=not dry_run)
     if dry_run:
         sys.stdout.write(plan.text())

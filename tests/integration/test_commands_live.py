@@ -186,6 +186,19 @@ async def test_the_controllers_refusal_is_shown(nats_server: NatsServer, environ
     )
 
 
+async def test_a_second_graph_in_the_namespace_is_refused(
+    controller: Controller, nats_server: NatsServer, environment: dict[str, str]
+) -> None:
+    """Two controllers would steer each other's routers: exit 2, one line, nothing started."""
+    options = (f"--Common.nats_url={nats_server.url}", "--Frontend.http_port=0")
+    assert await run(environment, "serve", "graphs.disagg_poa:Frontend", *options) == Result(
+        2,
+        "",
+        f"error: Common.namespace = 'poa': a controller already runs it at {nats_server.url}; "
+        "choose another namespace or stop it\n",
+    )
+
+
 async def test_without_a_controller_each_request_is_one_clear_line(
     nats_server: NatsServer, environment: dict[str, str]
 ) -> None:
