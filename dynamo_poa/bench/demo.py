@@ -74,7 +74,7 @@ def demo(
     json_file: Annotated[Path | None, typer.Option("--json", help="also write the result there")] = None,
     verbose: Annotated[bool, typer.Option(help="show the output of every process")] = False,
 ) -> None:
-    """Serve a graph on mock workers, ramp load over the knee and back, tell what happens."""
+    """Mock workers, a load ramp over the knee and back, told as it happens."""
     report = run(json_file, verbose)
     raise typer.Exit(0 if report.went_up_and_down and not report.failed_requests else 1)
 
