@@ -417,7 +417,8 @@ def configure_logging(level: str) -> None:
             *last,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(LEVELS[level]),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        # one write a line, its end included: Dynamo's own threads write to the same pipe
+        logger_factory=structlog.WriteLoggerFactory(sys.stderr),
         cache_logger_on_first_use=False,
     )
 

@@ -74,7 +74,7 @@ def demo(
     json_file: Annotated[Path | None, typer.Option("--json", help="also write the result there")] = None,
     verbose: Annotated[bool, typer.Option(help="show the output of every process")] = False,
 ) -> None:
-    """Mock workers, a load ramp over the knee and back, told as it happens."""
+    """Show the regime change: mock workers, a load ramp and back."""
     report = run(json_file, verbose)
     raise typer.Exit(0 if report.went_up_and_down and not report.failed_requests else 1)
 
