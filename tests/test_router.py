@@ -408,7 +408,7 @@ async def test_a_prefill_worker_seen_by_the_kv_router_first_is_looked_up_again()
 
 
 async def test_candidates_are_recorded_so_many_times_a_second() -> None:
-    """They cost a fifth of a request; a burst up to a second's worth is recorded whole."""
+    """They add to a request's cost; a burst up to a second's worth is recorded whole."""
     clock = ManualClock()
     sampler = Sampler(3.0, clock)
     assert [sampler.take() for _ in range(5)] == [True, True, True, False, False]
