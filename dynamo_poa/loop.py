@@ -189,7 +189,7 @@ class ControlLoop:
     async def _guarded_tick(self) -> None:
         try:
             await self.tick()
-        except Exception as error:  # the one broad except: whatever a tick trips over, parameters are held
+        except Exception as error:  # broad on purpose: whatever a tick trips over, parameters are held
             self._failed_ticks += 1
             failure = repr(error)
             if failure != self._last_failure:  # a failure that repeats every tick is said once

@@ -180,13 +180,11 @@ class Leg:
             if not context.is_stopped():  # with the client gone there is nobody to tell
                 raise
         finally:
-            if orphan_check is not None:
-                orphan_check.cancel()
             if outcome is Outcome.FAILED and context.is_stopped():
                 outcome = Outcome.CANCELLED
             if outcome is Outcome.FAILED:
                 self._complain(trip, str(sys.exception() or "the engine reported an error"))
-            _run_on(loop, functools.partial(trip.end, outcome))
+            _run_on(loop, functools.partial(trip.end, outcome, orphan_check))
 
     def _watch_for_orphan(self, trip: "_Trip", context: Any) -> asyncio.TimerHandle | None:
         """Stop a prefill leg whose decode leg never comes: its engine would hold it for half a minute."""
@@ -365,9 +363,11 @@ class _Trip:
             self._leg._pool.free(self._booking)
             self._booking = None
 
-    def end(self, outcome: Outcome) -> None:
-        """End the booking and report how it went."""
+    def end(self, outcome: Outcome, orphan_check: asyncio.TimerHandle | None) -> None:
+        """End the booking and report how it went. In the loop's thread only: timers are the loop's."""
         leg = self._leg
+        if orphan_check is not None:
+            orphan_check.cancel()
         self.release()
         if self.handover is not None:
             if leg._role is Role.DECODE:

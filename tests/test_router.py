@@ -1,6 +1,7 @@
 """The request path: every way in, every way out."""
 
 import asyncio
+import threading
 from typing import Any
 
 import pytest
@@ -259,6 +260,23 @@ async def test_a_stream_dropped_on_a_thread_of_dynamos_ends_its_booking_in_the_l
     assert bench.outcome() is Outcome.CANCELLED
     assert bench.pool.open_bookings() == []
     assert bench.stats.in_flight[Role.AGGREGATED] == 0
+
+
+async def test_a_timer_is_cancelled_in_the_loops_thread_wherever_the_stream_is_dropped() -> None:
+    """A loop's timers are its own: cancelling one from another thread may corrupt uvloop."""
+    bench, loop = Bench(), asyncio.get_running_loop()
+    cancelled_in: list[int] = []
+
+    class Timer:
+        def cancel(self) -> None:
+            cancelled_in.append(threading.get_ident())
+
+    bench.leg._watch_for_orphan = lambda trip, context: Timer()  # type: ignore[method-assign]
+    streams = [bench.generate()]
+    await (await loop.run_in_executor(None, lambda: streams[0].__anext__()))
+    await loop.run_in_executor(None, streams.clear)
+    await asyncio.sleep(0)
+    assert cancelled_in == [threading.get_ident()]
 
 
 async def test_a_stream_that_ends_early_because_its_client_has_gone_is_cancelled() -> None:
