@@ -347,8 +347,22 @@ class ControllerConfig(Section, frozen=True, kw_only=True):
     stale_s: Annotated[
         float, Knob("a silent worker or publisher counts as stale after so long", "s", low=1, high=3600)
     ] = 30.0
-    window: Annotated[int, Knob("decisions PoA-hat is computed over", low=16, high=4096)] = 256
-    estimate_s: Annotated[float, Knob("PoA-hat is recomputed so often", "s", low=0.05, high=60)] = 1.0
+    estimate_s: Annotated[
+        float,
+        Knob("a snapshot of the requests in flight is taken and priced so often", "s", low=0.05, high=60),
+    ] = 1.0
+    estimate_window_s: Annotated[
+        float, Knob("PoA-hat is that of the snapshots of so long", "s", low=10, high=3600)
+    ] = 60.0
+    window: Annotated[
+        int, Knob("decisions the paper's own PoA-hat (`frozen`) is computed over", low=16, high=4096)
+    ] = 256
+    latency_half_life_s: Annotated[
+        float, Knob("a forward pass counts half in a latency model after so long", "s", low=1, high=3600)
+    ] = 60.0
+    straggler_factor: Annotated[
+        float, Knob("a worker so many times slower than its pool's median is a straggler", above=1, high=100)
+    ] = 2.0
     scrape_s: Annotated[float, Knob("the frontend's histogram is read so often", "s", low=0.1, high=60)] = 0.5
     frontend_url: Annotated[
         str, Knob("frontend whose /metrics is read; empty takes TTFT from decisions alone")

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import msgspec
 
 from dynamo_poa import wire
-from dynamo_poa.estimator import PricedDecision, price
+from dynamo_poa.frozen import PricedDecision, price
 from dynamo_poa.ttft import sample_of
 from dynamo_poa.values import MAX_REVISION, Decision, Outcome, Role, TtftSample, WorkerKey
 

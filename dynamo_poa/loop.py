@@ -22,8 +22,8 @@ from dynamo_poa.clock import Clock
 from dynamo_poa.controller import pinned, released, step, take_over
 from dynamo_poa.decisions import DecisionLog, Traffic
 from dynamo_poa.errors import ActuationError, BusError
-from dynamo_poa.estimator import FrozenEstimator
 from dynamo_poa.fleet import Notice
+from dynamo_poa.frozen import FrozenEstimator
 from dynamo_poa.telemetry import RouterView, Sink, TelemetryRecord
 from dynamo_poa.tick import ControllerState, Counts, Effects, Observation, Settings
 from dynamo_poa.ttft import FrontendScraper, FrontendSnapshot, combine

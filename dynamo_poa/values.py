@@ -245,19 +245,111 @@ class PoolLoad(msgspec.Struct, frozen=True, kw_only=True):
     busy_frac: float | None = None  # share of the last seconds in which a forward pass ran, mean over workers
 
 
+class Curve(msgspec.Struct, frozen=True, kw_only=True):
+    """How long one worker's forward pass takes; coefficients are never negative.
+
+        seconds = [tokens > 0] * (prefill_base_s + prefill_token_s * tokens)
+                + [requests > 0] * (decode_base_s + decode_request_s * requests
+                                    + decode_kv_token_s * kv_tokens + pressure_s * pressure(kv_frac))
+
+    Source:  theory.md, Latency models.
+    """
+
+    prefill_base_s: float = 0.0
+    prefill_token_s: float = 0.0
+    decode_base_s: float = 0.0
+    decode_request_s: float = 0.0
+    decode_kv_token_s: float = 0.0
+    pressure_s: float = 0.0
+
+
+class WorkerLatency(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of one worker's speed now.
+
+    samples:        forward passes behind its curve, each counting half after the half-life
+    residual_frac:  root mean square error of the curve over those passes, as a share of their mean time
+    factor:         its time over that of its pool's median worker at the same load, None when not comparable
+    straggler:      the factor is over the configured one
+    """
+
+    key: WorkerKey
+    role: Role
+    curve: Curve
+    samples: float = 0.0
+    residual_frac: float | None = None
+    factor: float | None = None
+    straggler: bool = False
+
+
+class Shares(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the cost beyond an unloaded system comes from, as shares that sum to 1.
+
+    miss:        tokens computed again that the best placement would have found cached
+    congestion:  waiting that the best placement would have avoided
+    capacity:    what remains even under the best placement: no routing can remove it
+    """
+
+    miss: float
+    congestion: float
+    capacity: float
+
+
 class Estimate(msgspec.Struct, frozen=True, kw_only=True):
     """PoA-hat of a window, or the reason why there is none.
 
-    poa_hat:  observed cost over best cost; None when absent. Never NaN, never 1.0 for want of data.
-    method:   `frozen`, the paper's (theory.md)
-    by_role:  the same for each leg that has an estimate
+    poa_hat:     observed cost over best cost; None when absent. Never NaN, never 1.0 for want of data.
+    low, high:   its 95 % interval
+    samples:     `marginal`: snapshots in the window; `frozen`: decisions
+    requests:    in flight in a snapshot, mean
+    observed_s, optimal_s:  cost of a snapshot, mean; seconds (`frozen`: None, its cost is in blocks)
+    shares:      None without cost beyond the unloaded, or when absent
+    method:      `marginal` (calibrated, on snapshots) or `frozen` (the paper's, on decisions); never mixed
+    legs:        the same for each leg, also for one that has no estimate, with its reason
     """
 
     poa_hat: float | None = None
+    low: float | None = None
+    high: float | None = None
     samples: int = 0
+    requests: float = 0.0
+    observed_s: float | None = None
+    optimal_s: float | None = None
+    shares: Shares | None = None
     reason: str = ""
-    method: str = "frozen"
-    by_role: dict[str, float] = {}
+    method: str = "marginal"
+    legs: dict[str, "Estimate"] = {}
+
+    @property
+    def by_role(self) -> dict[str, float]:
+        """Return PoA-hat of each leg that has one."""
+        return {role: leg.poa_hat for role, leg in self.legs.items() if leg.poa_hat is not None}
+
+
+class HotWorker(msgspec.Struct, frozen=True, kw_only=True):
+    """One worker that is overloaded while its pool is not."""
+
+    worker_id: int
+    dp_rank: int
+    resource: str
+    value: float
+    threshold: float
+
+
+class PoolRegime(msgspec.Struct, frozen=True, kw_only=True):
+    """The load regime of one pool, and the resource that drives it.
+
+    resource:          `queue`, `kv_blocks`, `slots` or `iteration`; empty while nothing does
+    value, threshold:  of that resource, in its unit; None while nothing drives
+    hot:               workers that are overloaded by themselves: no matter of the pool's capacity
+    """
+
+    role: Role
+    regime: Regime = Regime.BELOW
+    resource: str = ""
+    value: float | None = None
+    threshold: float | None = None
+    reason: str = ""
+    hot: tuple[HotWorker, ...] = ()
 
 
 class Pin(msgspec.Struct, frozen=True, kw_only=True):

@@ -344,7 +344,9 @@ def test_a_record_that_did_not_reach_the_channel_is_asked_for_again():
 def test_the_record_carries_what_was_seen():
     """One canonical record per tick."""
     channel = Channel()
-    estimate = Estimate(poa_hat=1.5, samples=64, by_role={"decode": 1.5}, reason="prefill: zero cost")
+    estimate = Estimate(
+        poa_hat=1.5, samples=64, legs={"decode": Estimate(poa_hat=1.5)}, reason="prefill: zero cost"
+    )
     counts = Counts(messages_received={"kv_metrics": 3}, message_rate=2.0, tick_s=0.002, failed_ticks=1)
     told = channel.tick(0.5, estimate=estimate, counts=counts).record
     fields = ("poa_hat", "poa_samples", "poa_reason", "ttft_p99_s", "theta1_s", "theta2_s", "in_flight")

@@ -18,7 +18,7 @@ from dynamo_poa import wire
 from dynamo_poa.config import ControllerConfig
 from dynamo_poa.decisions import MAX_SAMPLES, DecisionLog
 from dynamo_poa.errors import RecordingError, WireError
-from dynamo_poa.estimator import frozen_estimate
+from dynamo_poa.frozen import METHOD, frozen_estimate
 from dynamo_poa.recording import Reader
 from dynamo_poa.serve.report import Period, Report
 from dynamo_poa.values import Estimate, Role
@@ -198,5 +198,11 @@ def _overall(log: DecisionLog, window: int) -> tuple[Estimate, dict[str, int]]:
         return Estimate(reason=reasons[0] if reasons else "no decisions"), {}
     by_role = {role: mean.value for role, mean in legs.items() if mean.value is not None}
     lacking = "" if by_role.keys() == decided.keys() else reasons[0]
-    overall = Estimate(poa_hat=whole.value, samples=whole.samples, reason=lacking, by_role=by_role)
+    overall = Estimate(
+        poa_hat=whole.value,
+        samples=whole.samples,
+        reason=lacking,
+        method=METHOD,
+        legs={role: Estimate(poa_hat=value, method=METHOD) for role, value in by_role.items()},
+    )
     return overall, {role: mean.samples for role, mean in legs.items()}

@@ -326,7 +326,7 @@ async def test_a_recording_holds_what_was_sent_and_estimates(
     printed = await run(environment, "estimate", str(path), "--json")
     assert (printed.status, printed.err) == (0, "")
     report = json.loads(printed.out)
-    assert report["overall"]["poa"]["by_role"] == {"decode": 1.0}
+    assert report["overall"]["poa"]["legs"]["decode"]["poa_hat"] == 1.0
     assert report["overall"]["poa"]["samples"] == len(batches)
     assert report["overall"]["ttft"]["p50_s"] == 0.25
     assert report["legs"] == {"decode": {"ok": len(batches)}}

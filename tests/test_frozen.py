@@ -1,13 +1,10 @@
 """When there is an estimate and what it says: worked numbers, absences with reasons."""
 
-import math
-import time
-
 import numpy as np
 import pytest
 
-from dynamo_poa.estimator import FrozenEstimator, PricedDecision, frozen_estimate, price
-from dynamo_poa.values import Candidate, Decision, Estimate, Role, WorkerKey
+from dynamo_poa.frozen import FrozenEstimator, PricedDecision, frozen_estimate, price
+from dynamo_poa.values import Candidate, Decision, Role, WorkerKey
 
 W2, W3 = 14370722098883561847, 14370722098883561846  # equal as doubles, case E4
 
@@ -83,7 +80,8 @@ def test_poa_hat_is_observed_over_optimal_over_both_legs():
             Role.DECODE: window([[2, 2]] * 8, [0, 1] * 4),
         }
     )
-    assert estimate == Estimate(poa_hat=1.25, samples=16, by_role={"prefill": 1.5, "decode": 1.0})
+    assert (estimate.poa_hat, estimate.samples, estimate.method) == (1.25, 16, "frozen")
+    assert estimate.by_role == {"prefill": 1.5, "decode": 1.0}
 
 
 def test_poa_hat_may_fall_under_one():
@@ -105,7 +103,8 @@ def test_poa_hat_may_fall_under_one():
 )
 def test_without_enough_to_go_by_the_estimate_is_absent_with_a_reason(windows, reason):
     """theory.md: absent, never 1.0 and never NaN; sample count 0 (S4)."""
-    assert frozen_estimate(windows) == Estimate(poa_hat=None, samples=0, reason=reason)
+    estimate = frozen_estimate(windows)
+    assert (estimate.poa_hat, estimate.samples, estimate.reason) == (None, 0, reason)
 
 
 def test_one_absent_leg_leaves_the_other_its_estimate_and_says_so():
@@ -124,18 +123,6 @@ def test_a_worker_that_left_is_no_candidate_of_later_decisions():
     estimate = frozen_estimate({Role.DECODE: before + after})
     # Fair shares are 2, 4 and 2 slots: the reference puts two of each four on the dear worker.
     assert estimate.poa_hat == 8 / (4 * 1 + 4 * 9)
-
-
-def test_pricing_a_window_of_512_decisions_of_64_workers_fits_in_a_tick():
-    """Budget 20 ms of CPU for a whole tick; three times that here, for slow test machines."""
-    random = np.random.default_rng(3)
-    costs = np.abs(np.cumsum(random.integers(-8, 9, (512, 64)), axis=0) + 100.0)
-    priced = window(costs, costs.argmin(axis=1))
-    started_s = time.process_time()
-    estimate = frozen_estimate({Role.DECODE: priced})
-    assert time.process_time() - started_s < 0.060
-    assert estimate.poa_hat is not None
-    assert math.isfinite(estimate.poa_hat)
 
 
 def test_legs_are_priced_in_turn_and_the_estimate_is_that_of_all():

@@ -1,8 +1,9 @@
-"""Whether PoA-hat can be told from a window of decisions, and what it is.
+"""What the paper's own PoA-hat says of a window of decisions, for comparison.
 
 Owns: pricing one decision (once, when it arrives), the conditions under which there is an estimate, PoA-hat
       per leg and overall.
-Does not own: the arithmetic of the optimum (games/routing.py) or the window itself (decisions.py).
+Does not own: the arithmetic of the optimum (games/routing.py), the window itself (decisions.py), the
+              calibrated estimate (estimator.py), which is never mixed with this one in a series.
 Invariant: an estimate is a finite ratio of costs paid, or absent with a reason; never NaN, and never 1.0
            for want of data. It may fall under 1: see `frozen_cost`.
 Source: theory.md, estimator `frozen`; arXiv 2606.17081.
@@ -19,6 +20,7 @@ from dynamo_poa.games.routing import FrozenCost, block_cost, frozen_cost
 from dynamo_poa.values import Decision, Estimate, Role, WorkerKey
 from dynamo_poa.wire import MAX_CANDIDATES
 
+METHOD = "frozen"
 MIN_DECISIONS = 8  # theory.md; fewer say nothing of a router that breaks ties at random
 MIN_WORKERS = 2
 
@@ -119,18 +121,26 @@ def combine(legs: Mapping[Role, LegPrice]) -> Estimate:
 
     Returns:  absent legs are named in `reason` with what they lack; poa_hat is None when every leg is absent.
     """
-    absent = [f"{role}: {leg.lack}" for role, leg in legs.items() if leg.cost is None]
-    priced = {role: (leg.cost, leg.samples) for role, leg in legs.items() if leg.cost is not None}
+    each = {str(role): _leg_estimate(leg) for role, leg in legs.items()}
+    absent = [f"{role}: {leg.reason}" for role, leg in each.items() if leg.poa_hat is None]
+    priced = [leg for leg in legs.values() if leg.cost is not None]
     reason = "; ".join(absent) or ("" if priced else "no decisions")
     if not priced:
-        return Estimate(reason=reason)
+        return Estimate(reason=reason, method=METHOD, legs=each)
+    costs = [leg.cost for leg in priced if leg.cost is not None]
     return Estimate(
-        poa_hat=sum(cost.observed for cost, _ in priced.values())
-        / sum(cost.optimal for cost, _ in priced.values()),
-        samples=sum(samples for _, samples in priced.values()),
+        poa_hat=sum(cost.observed for cost in costs) / sum(cost.optimal for cost in costs),
+        samples=sum(leg.samples for leg in priced),
         reason=reason,
-        by_role={str(role): cost.observed / cost.optimal for role, (cost, _) in priced.items()},
+        method=METHOD,
+        legs=each,
     )
+
+
+def _leg_estimate(leg: LegPrice) -> Estimate:
+    if leg.cost is None:
+        return Estimate(reason=leg.lack, method=METHOD)
+    return Estimate(poa_hat=leg.cost.observed / leg.cost.optimal, samples=leg.samples, method=METHOD)
 
 
 def price_window(window: Sequence[PricedDecision]) -> LegPrice:
