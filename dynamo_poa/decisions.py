@@ -43,14 +43,18 @@ class RouterSeen(msgspec.Struct, frozen=True, kw_only=True):
 class Traffic(msgspec.Struct, frozen=True, kw_only=True):
     """Load as the routers see it. None means that no router has been heard lately, never zero.
 
-    in_flight:     requests whose caller still waits
-    arrival_rate:  requests per second, over the window
-    shed_frac:     share of the window's arrivals that were refused
+    in_flight:         requests whose caller still waits
+    arrival_rate:      requests per second, over the window
+    shed_frac:         share of the window's arrivals that were refused
+    tokens_mean:       prompt tokens a request had to compute where it was sent, E[u]
+    tokens_effective:  the same as seen by one who meets them in service, E[u^2]/E[u]
     """
 
     in_flight: int | None = None
     arrival_rate: float | None = None
     shed_frac: float = 0.0
+    tokens_mean: float | None = None
+    tokens_effective: float | None = None
 
 
 class _Request:

@@ -11,10 +11,22 @@ import msgspec
 
 from dynamo_poa.config import ControllerConfig
 from dynamo_poa.decisions import Traffic
+from dynamo_poa.load import WorkerState
 from dynamo_poa.policies import Pair, Policy
 from dynamo_poa.regime import RegimeState
 from dynamo_poa.telemetry import RouterView, TelemetryRecord
-from dynamo_poa.values import Applied, Estimate, ParamsKind, Pin, PoolLoad, Role, RouterParams, TtftSample
+from dynamo_poa.values import (
+    Applied,
+    Estimate,
+    ParamsKind,
+    Pin,
+    PoolLoad,
+    Role,
+    RouterParams,
+    TtftSample,
+    WorkerKey,
+    WorkerLatency,
+)
 
 
 class Counts(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,6 +48,8 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True):
     announced:      this controller has published, be it only what it took over
     foreign:        a record somebody else wrote to the store since the last tick
     message_age_s:  since the last message of any kind, None before the first
+    workers:        every rank as known now, the ones that the pools sum up
+    latencies:      what is known of their speed; a rank without an entry has no curve yet
     """
 
     wall_s: float
@@ -47,6 +61,8 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True):
     estimate: Estimate = Estimate(reason="no decisions")
     traffic: Traffic = Traffic()
     pools: Mapping[Role, PoolLoad] = {}
+    workers: tuple[WorkerState, ...] = ()
+    latencies: Mapping[WorkerKey, WorkerLatency] = {}
     routers: tuple[RouterView, ...] = ()
     bus_connected: bool = True
     message_age_s: float | None = None
