@@ -32,7 +32,7 @@ from dynamo.runtime import DistributedRuntime
 from dynamo_poa.clock import Clock
 from dynamo_poa.config import CommonConfig, RouterConfig
 from dynamo_poa.errors import RequestShed, WireError, WorkerUnreachable
-from dynamo_poa.values import Candidate, Role, RouterParams, WorkerCard, WorkerKey
+from dynamo_poa.values import Booked, Candidate, Role, RouterParams, WorkerCard, WorkerKey
 from dynamo_poa.wire import MAX_CANDIDATES, card_from_mdc
 
 log = structlog.get_logger(__name__)
@@ -263,13 +263,16 @@ class WorkerPool:
             )
         return tuple(found)
 
-    async def book(self, token_ids: list[int], override: dict[str, Any], booking: str) -> WorkerKey:
+    async def book(self, token_ids: list[int], override: dict[str, Any], booking: str) -> Booked:
         """Let KvRouter choose a worker and count the request as its load, until `free(booking)`."""
         try:
-            worker_id, dp_rank, _ = await self._router.best_worker(token_ids, override, booking)
+            worker_id, dp_rank, overlap_blocks = await self._router.best_worker(token_ids, override, booking)
         except RouterQueueLimitExceeded as error:
             raise RequestShed(str(error)) from error
-        return WorkerKey(worker_id, dp_rank)
+        # the decode leg computes no prompt; what KvRouter calls overlap there is its own guess
+        cached_blocks = 0 if self._role is Role.DECODE else overlap_blocks
+        cached_tokens = min(cached_blocks * self._block_size, len(token_ids))
+        return Booked(WorkerKey(worker_id, dp_rank), cached_tokens)
 
     def prefilled(self, booking: str) -> None:
         """Tell KvRouter that the first token is out. Does not wait."""

@@ -27,6 +27,7 @@ from dynamo_poa.errors import PoaError, RequestShed, WorkerUnreachable
 from dynamo_poa.handover import Handovers
 from dynamo_poa.values import (
     MAX_ROUTER_TEMPERATURE,
+    Booked,
     Candidate,
     Outcome,
     Role,
@@ -51,7 +52,7 @@ class Pool(Protocol):
         """Return every worker's load before this prompt, and its uncached tokens there."""
         ...
 
-    async def book(self, token_ids: list[int], override: dict[str, Any], booking: str) -> WorkerKey:
+    async def book(self, token_ids: list[int], override: dict[str, Any], booking: str) -> Booked:
         """Choose a worker and count the request as its load."""
         ...
 
@@ -312,7 +313,8 @@ class _Trip:
         params = leg._params.current
         override = leg._override(params, self.request.get("router_config_override"))
         candidates = await leg._pool.candidates(token_ids) if leg._sampler.take() else ()
-        worker, picks = await self._book(token_ids, override)
+        booked, picks = await self._book(token_ids, override)
+        worker = booked.worker
         if picks > 1:
             candidates = ()  # a draw around a dead worker says nothing of the policy: it is not priced
         leg._events.add(
@@ -327,28 +329,30 @@ class _Trip:
                 revision=params.revision,
                 attempt=attempt,
                 candidates=candidates,
+                cached_tokens=booked.cached_tokens,
             )
         )
         return worker
 
-    async def _book(self, token_ids: list[int], override: dict[str, Any]) -> tuple[WorkerKey, int]:
+    async def _book(self, token_ids: list[int], override: dict[str, Any]) -> tuple[Booked, int]:
         """Book; where Dynamo picks a worker to be avoided, draw among all until another comes up.
 
         KvRouter knows no exclusion, and a dead worker looks idlest to it, so the draw is uniform.
 
-        Returns:  the worker and how many picks it took.
+        Returns:  the booking and how many picks it took.
         """
         leg = self._leg
         for pick in range(1, PICKS + 1):
             # not the request's id: KvRouter refuses one it has, and a second request may carry the same
             self._booking = uuid.uuid4().hex
-            worker = await leg._pool.book(token_ids, override, self._booking)
-            if worker.worker_id not in leg._avoid and not leg._directory.refused(worker.worker_id):
-                return worker, pick
+            booked = await leg._pool.book(token_ids, override, self._booking)
+            worker_id = booked.worker.worker_id
+            if worker_id not in leg._avoid and not leg._directory.refused(worker_id):
+                return booked, pick
             if pick < PICKS:
                 self.release()
                 override = {**override, "router_temperature": MAX_ROUTER_TEMPERATURE}
-        return worker, PICKS  # all are avoided: better a refused connection than no answer
+        return booked, PICKS  # all are avoided: better a refused connection than no answer
 
     def first_token(self) -> None:
         """Note that the first chunk came."""

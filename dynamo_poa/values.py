@@ -91,6 +91,13 @@ class WorkerKey(NamedTuple):
     dp_rank: int
 
 
+class Booked(NamedTuple):
+    """A request counted as a worker's load; `cached_tokens` of its prompt are in that worker's cache."""
+
+    worker: WorkerKey
+    cached_tokens: int
+
+
 class RouterParams(msgspec.Struct, frozen=True, kw_only=True):
     """The Smart Router's parameters at one revision; both values change together or not at all.
 

@@ -42,6 +42,7 @@ class Chosen(msgspec.Struct, frozen=True, array_like=True, tag="chosen"):
     revision: int  # of the parameters the choice was made under
     attempt: int  # 1, or 2 after a refused connection
     candidates: Annotated[tuple[Candidate, ...], msgspec.Meta(max_length=MAX_CANDIDATES)]
+    cached_tokens: Count = 0  # of the prompt, on the worker chosen; known also without candidates
 
 
 class FirstToken(msgspec.Struct, frozen=True, array_like=True, tag="first_token"):

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from dynamo_poa.errors import WorkerUnreachable
-from dynamo_poa.values import Candidate, Role, WorkerCard, WorkerKey
+from dynamo_poa.values import Booked, Candidate, Role, WorkerCard, WorkerKey
 from dynamo_poa.wire import DecisionEvent
 
 A = 14370722098883561847  # above 2**63, and equal to B as a double
@@ -51,7 +51,7 @@ class FakePool:
         uncached_tokens = 0 if self.role is Role.DECODE else len(token_ids)
         return tuple(Candidate(w, 0, uncached_tokens, 0, 0, 0) for w in self.workers)
 
-    async def book(self, token_ids: list[int], override: dict[str, Any], booking: str) -> WorkerKey:
+    async def book(self, token_ids: list[int], override: dict[str, Any], booking: str) -> Booked:
         assert token_ids, "KvRouter dies of an empty token list"
         assert booking not in self.booked, "a booking id is used once"
         self.overrides.append(override)
@@ -63,7 +63,7 @@ class FakePool:
             else self.workers[self._turn % len(self.workers)]
         )
         self.booked[booking] = WorkerKey(worker, 0)
-        return self.booked[booking]
+        return Booked(self.booked[booking], 0)
 
     def prefilled(self, booking: str) -> None:
         self.prefilled_ids.append(booking)
