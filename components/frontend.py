@@ -54,7 +54,7 @@ def processes(config: FrontendConfig, site: Site) -> list[Process]:
 
 def problems(config: FrontendConfig) -> list[str]:
     """Return one message per flag that has a key of its own."""
-    return reserved_problems("Frontend", config.args, RESERVED)
+    return reserved_problems("Frontend.args", config.args, RESERVED)
 
 
 Frontend = Component("Frontend", FrontendConfig, processes, problems=problems)

@@ -5,6 +5,7 @@ Does not own: an engine's flags: each engine's own file answers a `WorkerProcess
 Invariant: a pool is up when discovery lists all its workers, not when its processes run.
 """
 
+from collections.abc import Iterator
 from types import ModuleType
 
 from components import mocker, sglang, trtllm, vllm
@@ -21,31 +22,35 @@ def _pool(name: str, role: Role, label: str) -> Component:
     def processes(config: WorkerConfig, site: Site) -> list[Process]:
         ready = Registered(site.endpoint(role), config.workers)
         result = []
-        for index, start in enumerate(range(0, config.workers, config.per_process)):
+        for index, numbers in enumerate(_by_process(config)):
             worker = WorkerProcess(
                 role=role,
                 endpoint=f"dyn://{site.endpoint(role)}",
                 model_path=site.common.model_path,
                 model_name=site.common.model_name,
                 block_size=site.common.block_size,
-                workers=min(config.per_process, config.workers - start),
+                workers=len(numbers),
                 bootstrap=site.bootstrap,
                 ports=site.ports,
             )
             launch: Launch = ENGINES[config.engine].launch(worker)
+            arguments = {**launch.arguments, **config.args, **config.args_of.get(numbers[0], {})}
             result.append(
                 Process(
                     name=f"{label}-{index}",
                     stage=Stage.WORKERS,
-                    argv=site.python(f"dynamo.{config.engine}", *flags({**launch.arguments, **config.args})),
+                    argv=site.python(f"dynamo.{config.engine}", *flags(arguments)),
                     ready=ready,
-                    env={**launch.env, **_gpu_env(config, index), **config.env},
+                    env={**launch.env, **_gpu_env(config, numbers), **config.env},
                 )
             )
         return result
 
     def problems(config: WorkerConfig) -> list[str]:
-        found = reserved_problems(name, config.args, ENGINES[config.engine].RESERVED)
+        reserved = ENGINES[config.engine].RESERVED
+        found = reserved_problems(f"{name}.args", config.args, reserved)
+        for number, args in config.args_of.items():
+            found += reserved_problems(f"{name}.args_of.{number}", args, reserved)
         if config.engine != "mocker" and config.per_process != 1:
             found.append(f"{name}.per_process = {config.per_process}: must be 1 with engine {config.engine}")
         if len(config.gpus) % config.workers:
@@ -57,11 +62,25 @@ def _pool(name: str, role: Role, label: str) -> Component:
     return Component(name, WorkerConfig, processes, role=role, problems=problems)
 
 
-def _gpu_env(config: WorkerConfig, index: int) -> dict[str, str]:
+def _by_process(config: WorkerConfig) -> Iterator[range]:
+    """Yield the numbers of the workers of each process: one that has flags of its own is alone in its."""
+    start = 0
+    while start < config.workers:
+        end = start + 1
+        while (
+            end < min(start + config.per_process, config.workers) and not {start, end} & config.args_of.keys()
+        ):
+            end += 1
+        yield range(start, end)
+        start = end
+
+
+def _gpu_env(config: WorkerConfig, numbers: range) -> dict[str, str]:
     share = len(config.gpus) // config.workers
     if not share:
         return {}
-    return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, config.gpus[index * share : (index + 1) * share]))}
+    gpus = config.gpus[numbers.start * share : numbers.stop * share]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))}
 
 
 PrefillWorker = _pool("PrefillWorker", Role.PREFILL, "prefill")

@@ -171,7 +171,23 @@ class WorkerConfig(Section, frozen=True, kw_only=True):
         Knob("GPUs to share out evenly, in order; empty leaves CUDA_VISIBLE_DEVICES alone", low=0),
     ] = ()
     args: Annotated[dict[str, Any], Knob("engine flags, without the dashes")] = {}
+    args_of: Annotated[
+        dict[int, dict[str, Any]],
+        Knob("further flags of single workers, by number from 0; each then has a process of its own"),
+    ] = {}
     env: Annotated[dict[str, str], Knob("environment of the engine's processes")] = {}
+
+    @classmethod
+    def broken_rules(cls, good: Mapping[str, Any], path: str) -> Iterator[str]:
+        """Yield the workers that `args_of` speaks of and that the pool does not have."""
+        workers, args_of = good.get("workers"), good.get("args_of")
+        if workers is not None and args_of is not None:
+            for number, args in args_of.items():
+                if not 0 <= number < workers:
+                    yield (
+                        f"{path}.args_of.{number} = {args!r}: must be the number of a worker, "
+                        f"in [0, {path}.workers - 1 = {workers - 1}]"
+                    )
 
 
 class RouterConfig(Section, frozen=True, kw_only=True):
@@ -422,7 +438,7 @@ def read_section(section: type[T], raw: Any, path: str) -> tuple[T | None, list[
                 values[key] = inner
             continue
         try:
-            converted = msgspec.convert(value, bare)
+            converted = msgspec.convert(value, bare, str_keys=True)  # a number as a key is text in JSON
         except msgspec.ValidationError as error:
             problems.append(f"{path}.{key} = {value!r}: {_type_problem(error, bare)}")
             continue

@@ -44,6 +44,32 @@ def test_a_mock_prefill_pool_spreads_over_processes_with_bootstrap_ports() -> No
     assert {process.stage for process in pool} == {Stage.WORKERS}
 
 
+@pytest.mark.parametrize(
+    ("of", "spread"),
+    [
+        ({3: 0.04}, [(3, 0.2), (1, 0.04), (1, 0.2)]),
+        ({0: 0.04}, [(1, 0.04), (4, 0.2)]),
+        ({1: 1, 2: 2}, [(1, 0.2), (1, 1), (1, 2), (2, 0.2)]),
+    ],
+)
+def test_a_worker_with_flags_of_its_own_is_alone_in_its_process(
+    of: dict[int, float], spread: list[tuple[int, float]]
+) -> None:
+    """Its flags go over the pool's; the other workers share processes as before, in order."""
+    args_of = {number: {"speedup-ratio": ratio} for number, ratio in of.items()}
+    pool = processes(
+        DecodeWorker,
+        workers=5,
+        per_process=4,
+        args={"speedup-ratio": 0.2, "max-num-seqs": 8},
+        args_of=args_of,
+    )
+    assert [arguments(process).partition("--num-workers ")[2] for process in pool] == [
+        f"{workers} --block-size 32 --speedup-ratio {ratio} --max-num-seqs 8" for workers, ratio in spread
+    ]
+    assert [process.name for process in pool] == [f"decode-{index}" for index in range(len(spread))]
+
+
 def test_a_mock_prefill_worker_has_no_bootstrap_port_when_legs_follow_each_other() -> None:
     """Sequential hand-over: `PoaRouter.legs: [prefill]`."""
     (prefill,) = processes(PrefillWorker, bootstrap=False)
@@ -214,6 +240,10 @@ def test_gpus_are_shared_out_evenly_and_in_order() -> None:
                 "PrefillWorker.args.block_size = 64: set Common.block_size instead",
                 "PrefillWorker.args.endpoint = 'dyn://a.b.c': set Common.namespace instead",
             ],
+        ),
+        (
+            {"workers": 2, "args_of": {1: {"num-workers": 2}}},
+            ["PrefillWorker.args_of.1.num-workers = 2: set per_process instead"],
         ),
     ],
 )

@@ -80,6 +80,19 @@ def test_values_are_those_of_yaml_1_2(text: str, value: object) -> None:
     assert type(sections["A"]["b"]) is type(value)
 
 
+def test_a_worker_of_the_file_is_the_same_one_in_an_override() -> None:
+    """YAML reads `3:` as a number, a path has text; the flags of both are one worker's."""
+    sections, problems = apply_overrides(
+        {"DecodeWorker": {"workers": 4, "args_of": {3: {"speedup-ratio": 0.2, "max-num-seqs": 8}}}},
+        ["--DecodeWorker.args_of.3.speedup-ratio=0.1", "--DecodeWorker.args_of.0={speedup-ratio: 2}"],
+    )
+    assert problems == []
+    plan = plan_of(DISAGGREGATED, sections)
+    flags = [command(plan, f"decode-{number}").partition(" --block-size 16")[2] for number in range(4)]
+    assert flags == [" --speedup-ratio 2", "", "", " --speedup-ratio 0.1 --max-num-seqs 8"]
+    assert "args_of:\n    3:\n      speedup-ratio: 0.1\n" in plan.text()
+
+
 def test_overrides_that_cannot_be_understood_are_all_named() -> None:
     """Bad input: all problems at once."""
     _, problems = apply_overrides(
@@ -123,6 +136,39 @@ def test_every_problem_of_a_file_is_reported_at_once() -> None:
         "PoaController.regime.theta1 = -1: must be > 0 and <= 1e+06",
         "PoaController.mode = 'on': must be one of off, shadow, active",
     ]
+
+
+@pytest.mark.parametrize(
+    ("workers", "problems"),
+    [
+        (
+            {"workers": 4, "args_of": {4: {"speedup-ratio": 0.2}, "-1": {}}},
+            [
+                "DecodeWorker.args_of.4 = {'speedup-ratio': 0.2}: must be the number of a worker, "
+                "in [0, DecodeWorker.workers - 1 = 3]",
+                "DecodeWorker.args_of.-1 = {}: must be the number of a worker, "
+                "in [0, DecodeWorker.workers - 1 = 3]",
+            ],
+        ),
+        (
+            {"args_of": {"slow": {"speedup-ratio": 0.2}}},
+            [
+                "DecodeWorker.args_of = {'slow': {'speedup-ratio': 0.2}}: "
+                "expected `int`, got `str` - at `key` in `$`"
+            ],
+        ),
+        (
+            {"args_of": {0: 0.2}},
+            ["DecodeWorker.args_of = {0: 0.2}: expected `object`, got `float` - at `$[...]`"],
+        ),
+        ({"workers": 0, "args_of": {7: {}}}, ["DecodeWorker.workers = 0: must be in [1, 1024]"]),
+    ],
+)
+def test_flags_of_a_worker_that_the_pool_lacks_are_refused(
+    workers: dict[str, Any], problems: list[str]
+) -> None:
+    """Key, value and bound; how many workers there are is not judged by a count that is itself wrong."""
+    assert problems_of(DISAGGREGATED, {"DecodeWorker": workers}) == problems
 
 
 @pytest.mark.parametrize(

@@ -30,13 +30,13 @@ def flags(arguments: Mapping[str, Any]) -> list[str]:
     return result
 
 
-def reserved_problems(section: str, arguments: Mapping[str, Any], reserved: Mapping[str, str]) -> list[str]:
+def reserved_problems(path: str, arguments: Mapping[str, Any], reserved: Mapping[str, str]) -> list[str]:
     """Return one message per argument that a key of ours already sets.
 
-    Args:     reserved: flag to the key that sets it.
+    Args:     path: where the arguments stand.  reserved: flag to the key that sets it.
     """
     return [
-        f"{section}.args.{key} = {value!r}: set {reserved[name]} instead"
+        f"{path}.{key} = {value!r}: set {reserved[name]} instead"
         for key, value in arguments.items()
         if (name := str(key).replace("_", "-")) in reserved
     ]

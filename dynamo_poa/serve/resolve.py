@@ -122,6 +122,7 @@ def apply_overrides(raw: Mapping[str, Any], overrides: Iterable[str]) -> tuple[d
             continue
         section = sections
         for depth, key in enumerate(keys[:-1], start=1):
+            key = _as_written(section, key)
             inner = section.get(key)
             if inner is None:
                 inner = section[key] = {}
@@ -130,8 +131,13 @@ def apply_overrides(raw: Mapping[str, Any], overrides: Iterable[str]) -> tuple[d
                 break
             section = inner
         else:
-            section[keys[-1]] = value
+            section[_as_written(section, keys[-1])] = value
     return sections, problems
+
+
+def _as_written(section: Mapping[Any, Any], key: str) -> Any:
+    """Return the key as the file has it: a number in YAML, as in `args_of: {3: ...}`, is text in a path."""
+    return next((known for known in section if str(known) == key), key)
 
 
 def configure(graph: Graph, raw: Mapping[str, Any]) -> tuple[Configuration, list[str]]:
