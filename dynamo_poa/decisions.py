@@ -1,8 +1,8 @@
 """What the routers have done lately: decisions, requests in flight, time to first token, refusals.
 
-Owns: joining the routers' events by (request id, leg); the windows of priced decisions, of TTFT and of
-      arrivals; what is known of each router; counts of what was lost or refused.
-Does not own: the wire format (wire.py), PoA-hat (estimator.py).
+Owns: the windows of priced decisions, of TTFT and of arrivals; what is known of each router; counts of what
+      was lost or refused.
+Does not own: the wire format (wire.py), joining a request's legs (flight.py), PoA-hat (estimator.py).
 Invariant: bounded whatever routers send; ages are measured from local receipt, never from a sender's clock;
            bad input is counted and dropped, never raised.
 Source: contract Decision of the architecture; cases S7 (clocks), S8 (refused requests).
@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import msgspec
 
 from dynamo_poa import wire
+from dynamo_poa.flight import Flight, InFlight, Uncached
 from dynamo_poa.frozen import PricedDecision, price
 from dynamo_poa.ttft import sample_of
 from dynamo_poa.values import MAX_REVISION, Decision, Outcome, Role, TtftSample, WorkerKey
@@ -57,17 +58,6 @@ class Traffic(msgspec.Struct, frozen=True, kw_only=True):
     tokens_effective: float | None = None
 
 
-class _Request:
-    """One request over its legs; `legs` maps those still running to their router."""
-
-    __slots__ = ("answered", "legs", "received_at_s")
-
-    def __init__(self, received_at_s: float) -> None:
-        self.received_at_s = received_at_s
-        self.legs: dict[Role, str] = {}
-        self.answered = False
-
-
 class DecisionLog:
     """The controller's memory of decisions.
 
@@ -79,7 +69,6 @@ class DecisionLog:
     refused:     messages and events not taken, by reason
     lost:        batches missing between two sequence numbers
     dropped:     events that routers say they dropped
-    forgotten:   requests given up because too many were open
     unrecorded:  decisions that came without candidates, as most do under load (`candidates_per_s`)
     unpriced:    decisions whose candidates are impossible, or lack the chosen worker
     """
@@ -99,7 +88,6 @@ class DecisionLog:
         self.refused: Counter[str] = Counter()
         self.lost = 0
         self.dropped = 0
-        self.forgotten = 0
         self.unrecorded = 0
         self.unpriced = 0
         self.batches = 0
@@ -110,13 +98,8 @@ class DecisionLog:
         self._block_size = block_size
         self._prefill_load_scale = prefill_load_scale
         self._answering = answering
-        self._max_requests = max_requests
+        self.flight = Flight(answering, max_requests)
         self._routers: dict[str, RouterSeen] = {}
-        self._requests: dict[str, _Request] = {}
-        self._running: dict[tuple[str, Role], set[str]] = {}  # request ids by router and leg
-        self._lingering: dict[
-            str, float
-        ] = {}  # between legs, or answered with one still running; oldest first
         self._decided: dict[Role, deque[tuple[float, PricedDecision]]] = {}
         self._ttft: deque[tuple[float, float]] = deque(maxlen=MAX_SAMPLES)
         self._ttft_fresh = False
@@ -155,17 +138,18 @@ class DecisionLog:
             elif isinstance(event, wire.FirstToken):
                 self._first_token(event, at_s)
             else:
-                refused_at_door = event.outcome is Outcome.SHED and event.request_id not in self._requests
+                refused_at_door = event.outcome is Outcome.SHED and event.request_id not in self.flight
                 arrived += refused_at_door
                 shed += event.outcome is Outcome.SHED
-                self._ended(event, at_s)
+                self.outcomes[event.role, event.outcome] += 1
+                self.flight.ended(event, at_s)
         if arrived or shed:
             self._arrivals.append((at_s, arrived, shed))
         if not batch.events:
             # Nothing left to report and none of a leg running: the end of those we still hold was lost.
             for role in Role:
                 if not batch.in_flight.get(role):
-                    self._end_legs(batch.router_id, role)
+                    self.flight.end_legs(batch.router_id, role)
 
     def advance(self, at_s: float) -> None:
         """Let go of what is too old by now."""
@@ -173,7 +157,7 @@ class DecisionLog:
             if at_s - status.seen_at_s > self._stale_s:
                 del self._routers[router_id]
                 for role in Role:
-                    self._end_legs(router_id, role)
+                    self.flight.end_legs(router_id, role)
         if not self._routers:
             self._heard_since_s = None
         for window in self._decided.values():
@@ -183,11 +167,7 @@ class DecisionLog:
             self._ttft.popleft()
         while self._arrivals and at_s - self._arrivals[0][0] > self._ttft_window_s:
             self._arrivals.popleft()
-        while self._lingering:
-            request_id, since_s = next(iter(self._lingering.items()))
-            if at_s - since_s <= self._stale_s:
-                break
-            self._forget(request_id)
+        self.flight.give_up(at_s - self._stale_s)
 
     def windows(self) -> dict[Role, Sequence[PricedDecision]]:
         """Return the priced decisions of each leg, oldest first."""
@@ -211,6 +191,15 @@ class DecisionLog:
             shed_frac=min(shed / arrived, 1.0) if arrived else 0.0,
         )
 
+    def running(self) -> dict[Role, list[InFlight]]:
+        """Return the requests in flight on each leg that has had decisions."""
+        return {role: self.flight.running(role) for role in self._decided}
+
+    @property
+    def forgotten(self) -> int:
+        """Return how many requests were given up because too many were open."""
+        return self.flight.forgotten
+
     @property
     def routers(self) -> tuple[RouterSeen, ...]:
         """Return what is known of each router heard within `stale_s`."""
@@ -225,7 +214,7 @@ class DecisionLog:
         by_leg = Counter[str]()
         for status in self._routers.values():
             by_leg.update(status.in_flight)
-        joined = len(self._requests) - len(self._lingering)
+        joined = self.flight.waiting
         answering = sum(by_leg[role] for role in self._answering)
         return min(max(joined, answering), by_leg.total())
 
@@ -242,7 +231,7 @@ class DecisionLog:
         else:  # the same name counts from the start again: a restarted router, whose requests died with it
             dropped_before = 0
             for role in Role:
-                self._end_legs(batch.router_id, role)
+                self.flight.end_legs(batch.router_id, role)
         self.dropped += max(batch.dropped - dropped_before, 0)
         if self._heard_since_s is None:
             self._heard_since_s = at_s
@@ -261,18 +250,6 @@ class DecisionLog:
 
     def _chosen(self, event: wire.Chosen, router_id: str, at_s: float) -> bool:
         """Take in a decision; tell whether its request is a new one."""
-        request = self._requests.get(event.request_id)
-        is_new = request is None
-        if request is None:
-            if len(self._requests) >= self._max_requests:
-                self._forget(next(iter(self._requests)))
-                self.forgotten += 1
-            request = self._requests[event.request_id] = _Request(event.received_at_s)
-        request.received_at_s = min(request.received_at_s, event.received_at_s)
-        self._end_leg(event.request_id, request, event.role)  # of an attempt before this one
-        request.legs[event.role] = router_id
-        self._running.setdefault((router_id, event.role), set()).add(event.request_id)
-        self._lingering.pop(event.request_id, None)
         window = self._decided.setdefault(event.role, deque(maxlen=self._window))
         priced = price(
             Decision(
@@ -290,6 +267,8 @@ class DecisionLog:
             prefill_load_scale=self._prefill_load_scale,
             known_workers=window[-1][1].workers if window else (),
         )
+        uncached = None if priced is None else Uncached(priced.workers, priced.uncached_tokens)
+        is_new = self.flight.chosen(event, router_id, at_s, uncached)
         if not event.candidates:
             self.unrecorded += 1
         elif priced is None:
@@ -299,7 +278,7 @@ class DecisionLog:
         return is_new
 
     def _first_token(self, event: wire.FirstToken, at_s: float) -> None:
-        request = self._requests.get(event.request_id)
+        request = self.flight.first_token(event, at_s)
         if request is None:
             self.refused["unknown_request"] += 1
             return
@@ -314,38 +293,3 @@ class DecisionLog:
             return
         self._ttft.append((at_s, ttft_s))
         self._ttft_fresh = True
-
-    def _ended(self, event: wire.Ended, at_s: float) -> None:
-        self.outcomes[event.role, event.outcome] += 1
-        request = self._requests.get(event.request_id)
-        if request is None:
-            return
-        self._end_leg(event.request_id, request, event.role)
-        if request.legs:
-            if event.role in self._answering:
-                # Measured: a prefill leg may outlive its request; the caller does not wait for it.
-                self._lingering[event.request_id] = at_s
-            return
-        if event.role in self._answering or request.answered or event.outcome is not Outcome.OK:
-            self._forget(event.request_id)
-        else:
-            self._lingering[event.request_id] = at_s
-
-    def _end_leg(self, request_id: str, request: _Request, role: Role) -> None:
-        router_id = request.legs.pop(role, None)
-        if router_id is not None:
-            self._running[router_id, role].discard(request_id)
-
-    def _end_legs(self, router_id: str, role: Role) -> None:
-        for request_id in self._running.pop((router_id, role), ()):
-            request = self._requests[request_id]
-            del request.legs[role]
-            if not request.legs:
-                self._forget(request_id)
-
-    def _forget(self, request_id: str) -> None:
-        request = self._requests.pop(request_id, None)
-        self._lingering.pop(request_id, None)
-        if request is not None:
-            for role in list(request.legs):
-                self._end_leg(request_id, request, role)

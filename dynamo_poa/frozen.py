@@ -33,11 +33,13 @@ class PricedDecision(NamedTuple):
     workers:  the candidates in ascending order; decisions with the same candidates share one tuple
     costs:    `(m,)` blocks, in the order of `workers`
     chosen:   index into both
+    uncached_tokens:  `(m,)` of this prompt
     """
 
     workers: tuple[WorkerKey, ...]
     costs: NDArray[np.float64]
     chosen: int
+    uncached_tokens: NDArray[np.float64]
 
 
 def price(
@@ -82,7 +84,7 @@ def price(
         block_size=block_size,
         prefill_load_scale=prefill_load_scale,
     )
-    return PricedDecision(workers, costs, workers.index(decision.worker))
+    return PricedDecision(workers, costs, workers.index(decision.worker), uncached_tokens.copy())
 
 
 class LegPrice(NamedTuple):

@@ -25,7 +25,8 @@ def window(costs, chosen, workers=None):
     """Build a priced window from plain lists: one row per decision, one column per worker."""
     workers = workers or tuple(WorkerKey(w, 0) for w in range(len(costs[0])))
     return [
-        PricedDecision(workers, np.array(row, dtype=float), c) for row, c in zip(costs, chosen, strict=True)
+        PricedDecision(workers, np.array(row, dtype=float), c, np.zeros(len(row)))
+        for row, c in zip(costs, chosen, strict=True)
     ]
 
 

@@ -315,7 +315,7 @@ async def test_what_the_controller_itself_lost_is_in_the_record():
     g.bus.handler_errors = 2
     g.channel.store_errors = 4
     g.decisions.unpriced = 5
-    g.decisions.forgotten = 6
+    g.decisions.flight.forgotten = 6
     async with ticking(g):
         await g.run(1, HEALTHY)
     assert g.last.messages_dropped == {
