@@ -9,6 +9,7 @@ Source: Dynamo exits when NATS is not there at its start, so we wait for NATS fi
 import asyncio
 import os
 import signal
+from collections.abc import Iterable
 from contextlib import AsyncExitStack
 
 import aiohttp
@@ -16,6 +17,7 @@ import structlog
 
 from dynamo_poa import dynamo_host, telemetry
 from dynamo_poa.bus import Bus
+from dynamo_poa.cards import CardsSink
 from dynamo_poa.clock import Clock, SystemClock
 from dynamo_poa.config import CommonConfig, ControllerConfig, RouterConfig
 from dynamo_poa.control import ControlService
@@ -28,7 +30,7 @@ from dynamo_poa.policies import make_policy
 from dynamo_poa.telemetry import BusSink, ControllerMetrics, LogSink, MetricsServer, configure_logging
 from dynamo_poa.tick import Settings
 from dynamo_poa.ttft import FrontendScraper
-from dynamo_poa.values import Role
+from dynamo_poa.values import Role, WorkerCard
 from dynamo_poa.wire import FORWARD_PASS_METRICS, KV_EVENTS, KV_METRICS, subject
 
 log = structlog.get_logger()
@@ -83,6 +85,10 @@ class ControllerProcess:
             watch_for_another(bus, common.namespace, controller_id)
             channel = ParamsPublisher(bus, common.namespace, controller_id, clock, config.mode)
             directory: list[dynamo_host.WorkerDirectory] = []
+
+            def cards() -> Iterable[WorkerCard]:
+                return directory[0].cards() if directory else ()
+
             loop = ControlLoop(
                 self._settings(),
                 clock=clock,
@@ -90,9 +96,14 @@ class ControllerProcess:
                 channel=channel,
                 fleet=fleet,
                 decisions=decisions,
-                cards=lambda: directory[0].cards() if directory else (),
+                cards=cards,
                 frontend=await self._frontend(stack),
-                sinks=(LogSink(log), BusSink(bus, common.namespace), metrics),
+                sinks=(
+                    LogSink(log),
+                    BusSink(bus, common.namespace),
+                    metrics,
+                    CardsSink(bus, common.namespace, cards, clock),
+                ),
             )
             await stack.enter_async_context(
                 MetricsServer(metrics.registry, config.metrics_port, lambda: loop.ready)

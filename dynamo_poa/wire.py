@@ -25,7 +25,7 @@ Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 
 
 def subject(namespace: str, topic: str) -> str:
-    """Return our subject for a topic: `decisions`, `params`, `telemetry`, `control` or `handover`."""
+    """Return our subject for a topic: `decisions`, `params`, `cards`, `telemetry`, `control`, `handover`."""
     return f"poa.{namespace}.{topic}"
 
 
@@ -110,6 +110,14 @@ class Handover(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     bootstrap_port: int
 
 
+class Cards(msgspec.Struct, frozen=True, kw_only=True):
+    """Controller to whoever listens, on `poa.<namespace>.cards`: every worker that discovery lists now."""
+
+    version: int = VERSION
+    sent_at_s: float
+    cards: tuple[WorkerCard, ...]
+
+
 # Dynamo's part. Everything below is Dynamo's wire format, not ours to change; unknown fields are ignored.
 
 MAX_U64 = 2**64 - 1
@@ -126,7 +134,8 @@ _Rank = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
 _Count = Annotated[int, msgspec.Meta(ge=1)]
 _Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
 # Each rank costs state of its own, so a card may not promise any number of them; engines have tens.
-_Ranks = Annotated[int, msgspec.Meta(ge=1, le=4096)]
+MAX_RANKS = 4096
+_Ranks = Annotated[int, msgspec.Meta(ge=1, le=MAX_RANKS)]
 
 
 class Route(NamedTuple):
@@ -307,6 +316,7 @@ class _Version(msgspec.Struct, gc=False):
     version: int
 
 
+_decode_cards = msgspec.msgpack.Decoder(Cards).decode
 _decode_envelope = msgspec.msgpack.Decoder(_Envelope).decode
 _decode_events = msgspec.msgpack.Decoder(list[_RouterEvent]).decode
 _decode_metrics = msgspec.msgpack.Decoder(KvMetrics).decode
@@ -471,3 +481,24 @@ def card_from_mdc(instance_id: int, card: dict[str, Any]) -> WorkerCard:
         bootstrap_port=endpoint.bootstrap_port,
         model_name=parsed.display_name,
     )
+
+
+def decode_cards(data: bytes) -> Cards:
+    """Decode a message of the cards subject.
+
+    Raises:   WireError and nothing else. Reasons: `not_msgpack`, `cards`, `version`, `impossible_value`.
+    """
+    try:
+        message = _decode_cards(data)
+    except msgspec.ValidationError as error:
+        raise WireError("cards", str(error)) from error
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise WireError("not_msgpack", str(error)) from error
+    if message.version > VERSION:
+        raise WireError("version", f"cards of version {message.version}: must be <= {VERSION}")
+    for card in message.cards:
+        if not 0 <= card.worker_id <= MAX_U64:
+            raise WireError("impossible_value", f"worker_id = {card.worker_id}: must be in [0, {MAX_U64}]")
+        if not 1 <= card.data_parallel_size <= MAX_RANKS or card.data_parallel_start_rank < 0:
+            raise WireError("impossible_value", f"worker {card.worker_id}: no such data-parallel ranks")
+    return message

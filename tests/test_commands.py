@@ -193,6 +193,7 @@ def test_a_recording_holds_workers_decisions_parameters_and_telemetry() -> None:
         "namespace.alpha.component.*.endpoint.*.*",
         "poa.alpha.decisions",
         "poa.alpha.params",
+        "poa.alpha.cards",
         "poa.alpha.telemetry",
     ]
 

@@ -4,7 +4,8 @@ Owns: the subjects that are recorded, progress on stderr, the closing words.
 Does not own: the file format (recording.py), the connection (target.py).
 Invariant: messages are written as they come, so memory does not grow; nothing ends a recording but its time,
            the person, or a file that cannot be written.
-Source: event plane of the graph's two namespaces; contract Decision of the architecture.
+Source: event plane of the graph's two namespaces; contract Decision of the architecture; discovery is on no
+        bus, so the controller announces the workers' cards (cards.py).
 """
 
 import asyncio
@@ -32,7 +33,7 @@ def recorded_subjects(namespace: str) -> list[str]:
     """
     workers = CommonConfig(namespace=namespace).worker_namespace
     dynamo = [f"namespace.{name}.component.*.endpoint.*.*" for name in (workers, namespace)]
-    return dynamo + [subject(namespace, topic) for topic in ("decisions", "params", "telemetry")]
+    return dynamo + [subject(namespace, topic) for topic in ("decisions", "params", "cards", "telemetry")]
 
 
 class _Tap:
