@@ -16,7 +16,7 @@ from dynamo_poa.demand import Load
 from dynamo_poa.regime import RegimeSignal, RegimeState, Verdict, next_regime, unseen
 from dynamo_poa.report import params_event, regime_event, telemetry_record
 from dynamo_poa.tick import Choice, ControllerState, Effects, Observation, Settings
-from dynamo_poa.values import MAX_REVISION, Applied, Mode, ParamsKind, Pin, RouterParams
+from dynamo_poa.values import MAX_REVISION, Applied, CacheSignal, Mode, ParamsKind, Pin, RouterParams
 
 _BY_HAND = (ParamsKind.PIN, ParamsKind.EXTERNAL)
 
@@ -73,7 +73,7 @@ def step(state: ControllerState, seen: Observation, settings: Settings) -> tuple
     )
     state = _count_swap(state, seen.current)
 
-    wanted = _wanted(state, verdict, settings)
+    wanted = _wanted(state, seen, verdict, settings)
     choice = _choose(state, seen, settings, wanted, stale=bool(stale))
     publish = _difference(state, seen, settings, choice)
     if publish is not None:
@@ -121,8 +121,18 @@ def _count_swap(state: ControllerState, current: RouterParams | None) -> Control
     return msgspec.structs.replace(state, last_values=values, swaps=state.swaps + swapped)
 
 
-def _wanted(state: ControllerState, verdict: Verdict, settings: Settings) -> Choice:
-    return Choice(settings.policy.decide(state.regime.regime), ParamsKind.POLICY, verdict.reason)
+def _wanted(state: ControllerState, seen: Observation, verdict: Verdict, settings: Settings) -> Choice:
+    """Return the policy's answer; ω stays where the policy has it while moving it would do nothing (E6)."""
+    values, current = settings.policy.decide(state.regime.regime), seen.current
+    if (
+        seen.cache.signal is CacheSignal.ABSENT
+        and current is not None
+        and current.kind is ParamsKind.POLICY
+        and current.overlap_weight != values[1]
+    ):
+        why = f"ω stays {current.overlap_weight:g}: no worker differs in cached tokens"
+        return Choice((values[0], current.overlap_weight), ParamsKind.POLICY, f"{verdict.reason}; {why}")
+    return Choice(values, ParamsKind.POLICY, verdict.reason)
 
 
 def _choose(

@@ -16,8 +16,9 @@ import msgspec
 from dynamo_poa import wire
 from dynamo_poa.flight import Flight, InFlight, Uncached
 from dynamo_poa.frozen import PricedDecision, price
+from dynamo_poa.overlap import OverlapWindow
 from dynamo_poa.ttft import sample_of
-from dynamo_poa.values import MAX_REVISION, Decision, Outcome, Role, TtftSample, WorkerKey
+from dynamo_poa.values import MAX_REVISION, CacheView, Decision, Outcome, Role, TtftSample, WorkerKey
 
 MAX_ROUTERS = 256
 MAX_REQUESTS = 100_000  # joined at once; 20 MB
@@ -101,6 +102,7 @@ class DecisionLog:
         self.flight = Flight(answering, max_requests)
         self._routers: dict[str, RouterSeen] = {}
         self._decided: dict[Role, deque[tuple[float, PricedDecision]]] = {}
+        self._overlaps = OverlapWindow(window, block_size)
         self._ttft: deque[tuple[float, float]] = deque(maxlen=MAX_SAMPLES)
         self._ttft_fresh = False
         self._arrivals: deque[tuple[float, int, int]] = deque()  # per batch: at, arrived, of them shed
@@ -163,6 +165,7 @@ class DecisionLog:
         for window in self._decided.values():
             while window and at_s - window[0][0] > self._stale_s:
                 window.popleft()
+        self._overlaps.forget(at_s - self._stale_s)
         while self._ttft and at_s - self._ttft[0][0] > self._ttft_window_s:
             self._ttft.popleft()
         while self._arrivals and at_s - self._arrivals[0][0] > self._ttft_window_s:
@@ -199,6 +202,11 @@ class DecisionLog:
     def forgotten(self) -> int:
         """Return how many requests were given up because too many were open."""
         return self.flight.forgotten
+
+    @property
+    def cache(self) -> CacheView:
+        """Return what the window's decisions show of the prefix caches."""
+        return self._overlaps.view()
 
     @property
     def routers(self) -> tuple[RouterSeen, ...]:
@@ -250,6 +258,7 @@ class DecisionLog:
 
     def _chosen(self, event: wire.Chosen, router_id: str, at_s: float) -> bool:
         """Take in a decision; tell whether its request is a new one."""
+        self._overlaps.add(event, at_s)
         window = self._decided.setdefault(event.role, deque(maxlen=self._window))
         priced = price(
             Decision(

@@ -283,6 +283,7 @@ class ControlLoop:
             ttft=ttft,
             estimate=self._estimate,
             traffic=traffic,
+            cache=decisions.cache,
             pools=fleet.pools(at_s),
             routers=tuple(
                 RouterView(

@@ -9,7 +9,7 @@ import msgspec
 
 from dynamo_poa import telemetry
 from dynamo_poa.policies import Pair
-from dynamo_poa.regime import Verdict, thresholds_s
+from dynamo_poa.regime import SHED_LIMIT, Verdict, thresholds_s
 from dynamo_poa.telemetry import TelemetryRecord
 from dynamo_poa.tick import Choice, ControllerState, Event, Observation, Settings
 from dynamo_poa.values import Applied, Regime, RouterParams
@@ -115,6 +115,9 @@ def telemetry_record(
         in_flight=seen.traffic.in_flight,
         arrival_rate=seen.traffic.arrival_rate,
         shed_frac=seen.traffic.shed_frac,
+        censored=seen.traffic.shed_frac > SHED_LIMIT,
+        cache_signal=seen.cache.signal,
+        cache_hit_frac=seen.cache.hit_frac,
         pools={str(role): pool for role, pool in seen.pools.items()},
         routers=seen.routers,
         requests_ended=seen.counts.requests_ended,

@@ -25,7 +25,7 @@ from dynamo_poa.bus import Bus
 from dynamo_poa.errors import BusError, ConfigError
 from dynamo_poa.fleet import PublisherState
 from dynamo_poa.load import WorkerState
-from dynamo_poa.values import REGIMES, Applied, Mode, ParamsKind, PoolLoad, Regime
+from dynamo_poa.values import REGIMES, Applied, CacheSignal, Mode, ParamsKind, PoolLoad, Regime
 from dynamo_poa.wire import subject
 
 # Log events: one name, one shape. The bus, which this module needs, has its own beside their use.
@@ -74,6 +74,9 @@ class TelemetryRecord(msgspec.Struct, frozen=True, kw_only=True):
     ttft_average_s:   the moving average of P99 that is compared with the thresholds
     poa_by_role:      per leg; `poa_reason` names what an absent one lacks
     in_flight:        requests, over all legs
+    censored:         so many requests were refused that TTFT and PoA-hat speak of the survivors only
+    cache_signal:     whether workers differ in what they hold of a prompt; where they do not, ω moves nothing
+    cache_hit_frac:   share of prompt tokens found cached, of the recent decisions
     swaps:            changes of τ or ω that reached the channel since the controller started
     params_refused:   records in the store that were not taken, by reason
     messages_*:       of the event plane, cumulative, by topic and by reason; among the reasons is also what
@@ -113,6 +116,9 @@ class TelemetryRecord(msgspec.Struct, frozen=True, kw_only=True):
     in_flight: int | None = None
     arrival_rate: float | None = None
     shed_frac: float = 0.0
+    censored: bool = False
+    cache_signal: CacheSignal = CacheSignal.UNKNOWN
+    cache_hit_frac: float | None = None
     pools: dict[str, PoolLoad] = {}
     routers: tuple[RouterView, ...] = ()
     requests_ended: dict[str, int] = {}
@@ -200,6 +206,12 @@ class ControllerMetrics:
         yield _labelled(
             "poa_regime", "1 for the regime in force", "regime", {r: r is record.regime for r in REGIMES}
         )
+        yield _labelled(
+            "poa_cache_signal",
+            "1 for what is known: whether workers differ in what they hold of a prompt",
+            "signal",
+            {signal: signal is record.cache_signal for signal in CacheSignal},
+        )
         yield _labelled("poa_hat_role", "PoA-hat of one leg", "role", record.poa_by_role)
         for name, help_text in _POOL_GAUGES.items():
             values = {role: getattr(pool, name) for role, pool in record.pools.items()}
@@ -228,6 +240,8 @@ _GAUGES = {
     "poa_in_flight_requests": ("in_flight", "requests being served"),
     "poa_arrival_rate": ("arrival_rate", "requests per second"),
     "poa_shed_frac": ("shed_frac", "share of arrivals refused"),
+    "poa_censored": ("censored", "1 while refusals leave only survivors in TTFT and PoA-hat"),
+    "poa_cache_hit_frac": ("cache_hit_frac", "share of prompt tokens found cached"),
     "poa_router_temperature": ("router_temperature", "τ in force"),
     "poa_overlap_weight": ("overlap_weight", "ω in force"),
     "poa_params_revision": ("revision", "revision in force"),

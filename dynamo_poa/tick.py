@@ -17,6 +17,7 @@ from dynamo_poa.regime import RegimeState
 from dynamo_poa.telemetry import RouterView, TelemetryRecord
 from dynamo_poa.values import (
     Applied,
+    CacheView,
     Estimate,
     ParamsKind,
     Pin,
@@ -60,6 +61,7 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True):
     ttft: TtftSample = TtftSample()
     estimate: Estimate = Estimate(reason="no decisions")
     traffic: Traffic = Traffic()
+    cache: CacheView = CacheView()
     pools: Mapping[Role, PoolLoad] = {}
     workers: tuple[WorkerState, ...] = ()
     latencies: Mapping[WorkerKey, WorkerLatency] = {}

@@ -84,6 +84,24 @@ class Applied(StrEnum):
     APPLY_FAILED = "apply_failed"
 
 
+class CacheSignal(StrEnum):
+    """Whether workers differ in what they hold of a prompt: without that, ω moves nothing."""
+
+    UNKNOWN = "unknown"
+    PRESENT = "present"
+    ABSENT = "absent"
+
+
+class CacheView(msgspec.Struct, frozen=True, kw_only=True):
+    """What decisions show of the prefix caches.
+
+    hit_frac:  share of prompt tokens that the chosen workers held; None while no cache has shown itself
+    """
+
+    signal: CacheSignal = CacheSignal.UNKNOWN
+    hit_frac: float | None = None
+
+
 class WorkerKey(NamedTuple):
     """A worker is its id and its data-parallel rank: each rank has its own queue and cache."""
 

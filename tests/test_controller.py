@@ -9,7 +9,18 @@ from dynamo_poa.decisions import Traffic
 from dynamo_poa.policies import make_policy
 from dynamo_poa.telemetry import RouterView
 from dynamo_poa.tick import ControllerState, Counts, Observation, Settings
-from dynamo_poa.values import Applied, Estimate, Mode, ParamsKind, Pin, Regime, RouterParams, TtftSample
+from dynamo_poa.values import (
+    Applied,
+    CacheSignal,
+    CacheView,
+    Estimate,
+    Mode,
+    ParamsKind,
+    Pin,
+    Regime,
+    RouterParams,
+    TtftSample,
+)
 
 STATIC = (0.2, 0.9)
 
@@ -42,7 +53,7 @@ class Channel:
             ttft=TtftSample(
                 p50_s=p99_s, p99_s=p99_s, samples=100 if p99_s else 0, fresh=bool(p99_s), source="decisions"
             ),
-            traffic=Traffic(in_flight=in_flight, arrival_rate=10.0),
+            traffic=Traffic(in_flight=in_flight, arrival_rate=10.0, shed_frac=fields.pop("shed_frac", 0.0)),
             message_age_s=fields.pop("message_age_s", 0.1),
             **fields,
         )
@@ -361,3 +372,44 @@ def test_the_step_is_pure():
     state, seen = ControllerState(), Observation(wall_s=1.8e9, monotonic_s=5.0)
     assert step(state, seen, settings()) == step(state, seen, settings())
     assert state == ControllerState()
+
+
+@pytest.mark.parametrize("signal", CacheSignal)
+def test_overlap_weight_is_not_moved_while_no_worker_differs_in_overlap(signal):
+    """E6: τ follows the regime; ω stays where the policy has it, and the reason says why."""
+    channel = Channel()
+    channel.ticks(3)
+    channel.ticks(40, p99_s=50.0, cache=CacheView(signal=signal))
+    assert channel.effects.record.regime is Regime.SATURATED
+    absent = signal is CacheSignal.ABSENT
+    assert channel.values[-1] == (0.8, 1.0 if absent else 0.1, ParamsKind.POLICY)
+    said = "; ω stays 1: no worker differs in cached tokens"
+    assert channel.published[-1].reason.endswith(said) is absent
+    assert channel.effects.record.applied is Applied.UNCHANGED
+    channel.ticks(60, in_flight=5, cache=CacheView(signal=signal))
+    assert channel.effects.record.regime is Regime.BELOW
+    assert {omega for _, omega, _ in channel.values} == ({1.0} if absent else {1.0, 0.1})
+
+
+def test_overlap_weight_returns_once_workers_differ_again_and_after_an_operator():
+    """E6: what is held back is done when it has an effect; an operator's ω is never kept for ours."""
+    channel = Channel()
+    channel.ticks(40, p99_s=50.0)
+    absent = CacheView(signal=CacheSignal.ABSENT)
+    channel.ticks(60, in_flight=5, cache=absent)
+    assert channel.values[-1] == (0.0, 0.1, ParamsKind.POLICY)
+    channel.tick(in_flight=5, cache=CacheView(signal=CacheSignal.PRESENT))
+    assert channel.values[-1] == (0.0, 1.0, ParamsKind.POLICY)
+    channel.state = pinned(channel.state, Pin(router_temperature=0.3, overlap_weight=0.4))
+    channel.ticks(2, in_flight=5, cache=absent)
+    channel.state = released(channel.state)
+    channel.tick(in_flight=5, cache=absent)
+    assert channel.values[-2:] == [(0.3, 0.4, ParamsKind.PIN), (0.0, 1.0, ParamsKind.POLICY)]
+
+
+@pytest.mark.parametrize(("shed_frac", "censored"), [(0.0, False), (0.01, False), (0.011, True)])
+def test_an_estimate_of_survivors_is_flagged(shed_frac, censored):
+    """S8: more than 1 % of arrivals refused, in the window."""
+    channel = Channel()
+    channel.tick(shed_frac=shed_frac)
+    assert channel.effects.record.censored is censored

@@ -1,0 +1,73 @@
+"""Whether workers differ in what they hold of a prompt, and how much of the prompts was found cached.
+
+Owns: the window of decisions this is judged on, and when there are too few to judge.
+Does not own: what follows for ω (controller.py), PoA-hat (estimator.py).
+Invariant: bounded; too little is unknown, and a cache nobody has shown to exist has no hit share, least of
+           all 0. Decode legs do not count: Dynamo ignores overlap there.
+Source: case E6: with another block size, prompts under a block or no prefix cache, overlap is the same on
+        every worker and ω moves nothing, without any error.
+"""
+
+from collections import deque
+from typing import NamedTuple
+
+from dynamo_poa.values import CacheSignal, CacheView, Role
+from dynamo_poa.wire import Chosen
+
+MIN_RECORDED = 32  # fewer recorded decisions are a start, not an absence
+# KvRouter's loads before and with a prompt are two answers; another request booked between them looks like a
+# difference. A signal that shows more rarely than this is none that ω could act on.
+PRESENT_FRAC = 0.05
+
+
+class _Seen(NamedTuple):
+    """One decision; `differs` is None where the workers' loads were not recorded."""
+
+    at_s: float
+    prompt_tokens: int
+    cached_tokens: int
+    held: bool
+    differs: bool | None
+
+
+class OverlapWindow:
+    """The last decisions of the legs that compute prompts."""
+
+    def __init__(self, window: int, block_size: int) -> None:
+        self._block_size = block_size
+        self._seen: deque[_Seen] = deque(maxlen=window)
+
+    def add(self, event: Chosen, at_s: float) -> None:
+        """Take in one decision."""
+        if event.role is Role.DECODE:
+            return
+        uncached = [min(c.uncached_tokens, event.prompt_tokens) for c in event.candidates]
+        self._seen.append(
+            _Seen(
+                at_s,
+                event.prompt_tokens,
+                min(event.cached_tokens, event.prompt_tokens),
+                event.cached_tokens > 0 or any(u < event.prompt_tokens for u in uncached),
+                max(uncached) - min(uncached) >= self._block_size if uncached else None,
+            )
+        )
+
+    def forget(self, before_s: float) -> None:
+        """Let go of decisions from before an instant."""
+        while self._seen and self._seen[0].at_s < before_s:
+            self._seen.popleft()
+
+    def view(self) -> CacheView:
+        """Return what the window shows."""
+        recorded = [seen.differs for seen in self._seen if seen.differs is not None]
+        if len(recorded) < MIN_RECORDED:
+            signal = CacheSignal.UNKNOWN
+        elif sum(recorded) >= PRESENT_FRAC * len(recorded):
+            signal = CacheSignal.PRESENT
+        else:
+            signal = CacheSignal.ABSENT
+        prompt_tokens = sum(seen.prompt_tokens for seen in self._seen)
+        hit_frac = None
+        if prompt_tokens and any(seen.held for seen in self._seen):
+            hit_frac = sum(seen.cached_tokens for seen in self._seen) / prompt_tokens
+        return CacheView(signal=signal, hit_frac=hit_frac)
