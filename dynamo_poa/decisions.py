@@ -23,6 +23,7 @@ from dynamo_poa.values import MAX_REVISION, CacheView, Decision, Outcome, Role, 
 MAX_ROUTERS = 256
 MAX_REQUESTS = 100_000  # joined at once; 20 MB
 MAX_SAMPLES = 50_000  # TTFT measurements in a window; a graph on one machine makes a tenth
+MAX_SIZES = 1024  # prompts whose size is remembered, no longer than stale_s
 MAX_TTFT_S = 3600.0  # more is a clock, not a wait
 
 _decode_batch = msgspec.msgpack.Decoder(wire.DecisionBatch).decode
@@ -105,6 +106,7 @@ class DecisionLog:
         self._overlaps = OverlapWindow(window, block_size)
         self._ttft: deque[tuple[float, float]] = deque(maxlen=MAX_SAMPLES)
         self._ttft_fresh = False
+        self._sizes: deque[tuple[float, int]] = deque(maxlen=MAX_SIZES)  # prompt tokens to be computed
         self._arrivals: deque[tuple[float, int, int]] = deque()  # per batch: at, arrived, of them shed
         self._heard_since_s: float | None = None
 
@@ -168,6 +170,8 @@ class DecisionLog:
         self._overlaps.forget(at_s - self._stale_s)
         while self._ttft and at_s - self._ttft[0][0] > self._ttft_window_s:
             self._ttft.popleft()
+        while self._sizes and at_s - self._sizes[0][0] > self._stale_s:
+            self._sizes.popleft()
         while self._arrivals and at_s - self._arrivals[0][0] > self._ttft_window_s:
             self._arrivals.popleft()
         self.flight.give_up(at_s - self._stale_s)
@@ -188,10 +192,13 @@ class DecisionLog:
         span_s = min(self._ttft_window_s, at_s - self._heard_since_s)
         arrived = sum(count for _, count, _ in self._arrivals)
         shed = sum(count for _, _, count in self._arrivals)
+        tokens = sum(size for _, size in self._sizes)
         return Traffic(
             in_flight=self._in_flight(),
             arrival_rate=arrived / span_s if span_s > 0 else None,
             shed_frac=min(shed / arrived, 1.0) if arrived else 0.0,
+            tokens_mean=tokens / len(self._sizes) if tokens else None,
+            tokens_effective=sum(size**2 for _, size in self._sizes) / tokens if tokens else None,
         )
 
     def running(self) -> dict[Role, list[InFlight]]:
@@ -276,6 +283,8 @@ class DecisionLog:
             prefill_load_scale=self._prefill_load_scale,
             known_workers=window[-1][1].workers if window else (),
         )
+        if event.role is not Role.DECODE:
+            self._sizes.append((at_s, max(event.prompt_tokens - event.cached_tokens, 1)))
         uncached = None if priced is None else Uncached(priced.workers, priced.uncached_tokens)
         is_new = self.flight.chosen(event, router_id, at_s, uncached)
         if not event.candidates:

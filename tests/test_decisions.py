@@ -273,3 +273,16 @@ def test_absurd_batches_are_refused_whole_by_reason(decisions):
         seen.receive(msgspec.msgpack.encode(good | {"router_id": f"r{number}"}), 0.0)
     assert seen.refused == {"schema": 5, "not_msgpack": 1, "too_many_routers": 2}
     assert len(seen.routers) == MAX_ROUTERS
+
+
+def test_traffic_tells_the_size_of_the_prompts_that_have_to_be_computed(decisions):
+    """E[u] and E[u^2]/E[u] over prefill and aggregated legs, without what was cached; 32 and 64 of 64."""
+    router = Router()
+    half = Chosen("a", P, WALL, WALL, 1, 0, 64, 1, 1, (), 32)
+    whole = Chosen("b", P, WALL, WALL, 1, 0, 64, 1, 1, (), 0)
+    decisions.apply(router.batch(half, whole, chosen("c", D)), 1.0)
+    traffic = decisions.traffic(2.0)
+    assert traffic.tokens_mean == 48.0
+    assert traffic.tokens_effective == (32**2 + 64**2) / 96
+    decisions.advance(40.0)
+    assert decisions.traffic(40.0).tokens_mean is None
