@@ -74,7 +74,9 @@ def test_both_legs_at_once_are_one_request_and_one_arrival(decisions):
     decisions.apply(one.batch(at_s=0.0), 0.0)
     decisions.apply(one.batch(chosen("a", P)), 2.0)
     decisions.apply(two.batch(chosen("a", D), first("a", 0.25)), 2.0)
-    assert decisions.traffic(2.0) == Traffic(in_flight=1, arrival_rate=0.5, shed_frac=0.0)
+    assert decisions.traffic(2.0) == Traffic(
+        in_flight=1, arrival_rate=0.5, shed_frac=0.0, tokens_mean=64.0, tokens_effective=64.0
+    )
     assert decisions.take_ttft().p50_s == pytest.approx(0.25, abs=1e-6)
     decisions.apply(one.batch(ended("a", role=P)), 2.1)
     decisions.apply(two.batch(ended("a")), 2.1)
