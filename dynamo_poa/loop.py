@@ -98,6 +98,9 @@ class ControlLoop:
     """Ticks until cancelled.
 
     latest:  the last tick's record, None before the first
+
+    Args:     feeds: connections beside `bus` that only bring messages; their losses are counted, and whether
+              NATS is there is told by `bus` alone.
     """
 
     def __init__(
@@ -106,6 +109,7 @@ class ControlLoop:
         *,
         clock: Clock,
         bus: Connection,
+        feeds: Sequence[Connection] = (),
         channel: ParamsChannel,
         fleet: FleetView,
         decisions: DecisionLog,
@@ -117,6 +121,7 @@ class ControlLoop:
         self._settings = settings
         self._clock = clock
         self._bus = bus
+        self._connections = (bus, *feeds)
         self._channel = channel
         self._fleet = fleet
         self._decisions = decisions
@@ -311,8 +316,8 @@ class ControlLoop:
             "decisions_dropped_by_router": decisions.dropped,
             "decisions_unpriced": decisions.unpriced,
             "requests_forgotten": decisions.forgotten,
-            "slow_consumer": self._bus.dropped,
-            "handler_failed": self._bus.handler_errors,
+            "slow_consumer": sum(connection.dropped for connection in self._connections),
+            "handler_failed": sum(connection.handler_errors for connection in self._connections),
             "params_unstored": self._channel.store_errors,
             "telemetry_unsent": sum(sink.dropped for sink in self._sinks),
             "frontend_unread": 0 if self._frontend is None else self._frontend.failures,

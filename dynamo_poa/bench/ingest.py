@@ -163,25 +163,32 @@ async def _measure(url: str, control: Connection, rounds: int) -> None:
     # imported here: Dynamo takes half a second to import, which the other processes need not wait for
     from dynamo_poa.controller_process import listen
 
-    async with Bus(url, name="bench-ingest", clock=clock) as bus:
-        listen(bus, common, fleet, decisions, clock)
+    async with (
+        Bus(url, name="bench-ingest", clock=clock) as bus,
+        Bus(url, name="bench-ingest-caches", clock=clock) as caches,
+    ):
+        listen(bus, caches, common, fleet, decisions, clock)
         await bus.wait_connected(10.0)
+        await caches.wait_connected(10.0)
         await clock.sleep(0.2)  # subscriptions are at the server
         control.send("ready")
         for number in range(rounds):
             async with asyncio.timeout(TIMEOUT_S):  # whoever started this may be gone
-                done = await _round(fleet, bus, number * expected + FIRST, (number + 1) * expected, clock)
+                done = await _round(
+                    fleet, (bus, caches), number * expected + FIRST, (number + 1) * expected, clock
+                )
             fleet.take_notices(clock.monotonic_s())
-            lost = {**fleet.dropped} | ({"slow_consumer": bus.dropped} if bus.dropped else {})
+            unread = bus.dropped + caches.dropped
+            lost = {**fleet.dropped} | ({"slow_consumer": unread} if unread else {})
             control.send(f"messages were dropped: {lost}" if lost else done)
 
 
-async def _round(fleet: Fleet, bus: Bus, start: int, end: int, clock: SystemClock) -> Round:
+async def _round(fleet: Fleet, buses: tuple[Bus, ...], start: int, end: int, clock: SystemClock) -> Round:
     """Time the messages from number `start` to number `end`."""
     while fleet.received.total() < start:
         await clock.sleep(0.001)
     before, cpu_s, wall_s = fleet.received.total(), time.process_time(), time.perf_counter()
-    while fleet.received.total() < end and not bus.dropped:
+    while fleet.received.total() < end and not any(bus.dropped for bus in buses):
         await clock.sleep(0.002)
     return Round(
         messages=fleet.received.total() - before,
