@@ -4,9 +4,12 @@ Owns: the NDJSON format: one header line, then `{"t": ..., "subject": ..., "data
       it as it comes; reading it with a count of what could not be read.
 Does not own: which subjects are recorded (serve/commands.py) or what a message means (wire.py).
 Invariant: what a reader yields is what a writer was given, byte for byte; memory is one line of the file.
-Source: the format of tests/fixtures, which have no header; a recording may be cut off anywhere.
+Source: the format of tests/fixtures, which have no header; a recording may be cut off anywhere, and may have
+        been compressed with gzip.
 """
 
+import gzip
+import zlib
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
@@ -19,6 +22,7 @@ import msgspec
 from dynamo_poa.errors import RecordingError
 
 FORMAT = 1
+_GZIP = b"\x1f\x8b"
 MAX_LINE_BYTES = 8 * 2**20  # the largest message we decode is 4 MiB, a third more in base64
 
 
@@ -129,7 +133,8 @@ class Reader:
 
     header:   None for a file that starts with a message, as the fixtures do
     lines:    read so far, of any kind
-    skipped:  lines that are no message, by reason: `not_json`, `not_a_message`, `too_long`, `truncated`
+    skipped:  lines that are no message, by reason: `not_json`, `not_a_message`, `too_long`, `truncated`, and
+              `gzip_damaged`, after which nothing more can be read
     """
 
     def __init__(self, path: Path) -> None:
@@ -146,13 +151,14 @@ class Reader:
         """
         try:
             with self._path.open("rb") as file:
-                yield from self._messages(file)
+                compressed = file.peek(len(_GZIP)).startswith(_GZIP)
+                yield from self._messages(gzip.GzipFile(fileobj=file) if compressed else file)
         except OSError as error:
             raise RecordingError(f"{self._path}: cannot be read: {error.strerror or error}") from error
 
-    def _messages(self, file: BinaryIO) -> Iterator[Line]:
-        first = file.readline(MAX_LINE_BYTES)
-        if not first:
+    def _messages(self, file: BinaryIO | gzip.GzipFile) -> Iterator[Line]:
+        first = self._next(file)
+        if not first and not self.skipped:
             raise RecordingError(f"{self._path}: is empty, not a recording")
         self.lines += 1
         if not self._is_header(first):
@@ -162,16 +168,25 @@ class Reader:
                 raise RecordingError(
                     f"{self._path}: not a recording: its first line is neither a header nor a message"
                 ) from error
-        while encoded := file.readline(MAX_LINE_BYTES):
+        while encoded := self._next(file):
             self.lines += 1
             if not encoded.endswith(b"\n") and len(encoded) == MAX_LINE_BYTES:
                 self.skipped["too_long"] += 1
-                _skip_line(file)
+                while (rest := self._next(file)) and not rest.endswith(b"\n"):
+                    pass
                 continue
             try:
                 yield _line(encoded)
             except _BAD_LINE as error:
                 self.skipped[_reason(encoded, error)] += 1
+
+    def _next(self, file: BinaryIO | gzip.GzipFile) -> bytes:
+        """Return the next line or as much of it as is allowed, nothing at the end."""
+        try:
+            return file.readline(MAX_LINE_BYTES)
+        except (EOFError, zlib.error, gzip.BadGzipFile):
+            self.skipped["gzip_damaged"] += 1
+            return b""
 
     def _is_header(self, encoded: bytes) -> bool:
         try:
@@ -195,8 +210,3 @@ def _reason(encoded: bytes, error: Exception) -> str:
     if isinstance(error, msgspec.ValidationError):
         return "not_a_message"
     return "not_json" if encoded.endswith(b"\n") else "truncated"
-
-
-def _skip_line(file: BinaryIO) -> None:
-    while (rest := file.readline(MAX_LINE_BYTES)) and not rest.endswith(b"\n"):
-        pass

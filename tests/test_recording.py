@@ -1,6 +1,7 @@
 """Recordings: what is written is read back, and what cannot be read is counted by reason."""
 
 import base64
+import gzip
 import json
 from pathlib import Path
 
@@ -88,6 +89,26 @@ def test_a_bad_line_is_counted_and_the_next_is_read(tmp_path: Path, bad: bytes, 
     reader, lines = read(path)
     assert len(lines) == 2
     assert reader.skipped == {reason: 1}
+
+
+def test_a_compressed_recording_is_read(tmp_path: Path) -> None:
+    """The fixtures are, and what a person attaches to a report is."""
+    path = tmp_path / "r.ndjson.gz"
+    path.write_bytes(gzip.compress(FIXTURE_LINE * 2))
+    reader, lines = read(path)
+    assert lines == [Line(1.5, "a.b", b"\xff")] * 2
+    assert reader.skipped == {}
+
+
+@pytest.mark.parametrize("cut", [slice(None, -1), slice(None, -9), slice(None, 150)])
+def test_of_a_damaged_compressed_recording_the_beginning_is_read(tmp_path: Path, cut: slice) -> None:
+    """What can be read is used, the rest is counted and named."""
+    path = tmp_path / "r.ndjson.gz"
+    random = b"".join(b'{"t":%d,"subject":"a.b","data":"/w=="}\n' % (n * n * 7919 % 10007) for n in range(90))
+    path.write_bytes(gzip.compress(random)[cut])
+    reader, lines = read(path)
+    assert lines[0] == Line(0.0, "a.b", b"\xff")
+    assert reader.skipped["gzip_damaged"] == 1
 
 
 @pytest.mark.parametrize("cut", [1, 5, len(FIXTURE_LINE) - 2])
