@@ -30,6 +30,7 @@ class WorkerState(msgspec.Struct, frozen=True, kw_only=True):
     active_decode_blocks, active_prefill_tokens:  what all routers have booked there
     queued_requests:       waiting for their prefill, or preempted
     busy_frac:             share of the last BUSY_WINDOW_S in which a forward pass ran
+    iteration_s:           mean time of the passes in it that only decoded
     prefill_tokens_total:  computed since the rank appeared, each pass counted once
     """
 
@@ -48,6 +49,7 @@ class WorkerState(msgspec.Struct, frozen=True, kw_only=True):
     busy_frac: float | None
     prefill_tokens_total: int
     cache: CacheState
+    iteration_s: float | None = None
 
 
 class Publisher:
@@ -88,7 +90,9 @@ class RankLoad:
         self._last_pass: ForwardPass | None = None
         self._last_pass_at_s = at_s
         self._first_pass_at_s = at_s
-        self._passes: deque[tuple[float, float]] = deque(maxlen=MAX_PASSES)  # (received at, wall time)
+        self._passes: deque[tuple[float, float, bool]] = deque(
+            maxlen=MAX_PASSES
+        )  # at, wall time, decode only
         self._pass_numbering = Numbering()
         self._pass_publisher_id: int | None = None
         self._prefill_tokens_total = 0
@@ -104,7 +108,7 @@ class RankLoad:
             return False
         self._prefill_tokens_total += done.prefill_tokens
         passes = self._passes
-        passes.append((at_s, done.wall_time_s))
+        passes.append((at_s, done.wall_time_s, done.decode_requests > 0 and done.prefill_requests == 0))
         while passes[0][0] < at_s - BUSY_WINDOW_S:
             passes.popleft()
         if place is not Place.LATE:
@@ -184,6 +188,7 @@ class RankLoad:
             busy_frac=self._busy_frac(at_s),
             prefill_tokens_total=self._prefill_tokens_total,
             cache=self.cache.state(),
+            iteration_s=self._iteration_s(at_s),
         )
 
     def _kv_used_now(self, live_after_s: float, last: ForwardPass | None) -> int | None:
@@ -200,8 +205,14 @@ class RankLoad:
         if not self._passes or self._passes[-1][0] < since_s or window_s <= 0:
             return None
         covered_s = 0.0
-        for done_at_s, wall_time_s in reversed(self._passes):
+        for done_at_s, wall_time_s, _ in reversed(self._passes):
             if done_at_s < since_s:
                 break
             covered_s += min(wall_time_s, done_at_s - since_s)
         return min(1.0, covered_s / window_s)  # receipt jitter can make passes overlap
+
+    def _iteration_s(self, at_s: float) -> float | None:
+        since_s = at_s - BUSY_WINDOW_S
+        # Without a duration a pass says nothing of how long one takes.
+        times_s = [time_s for at, time_s, decodes in self._passes if decodes and at >= since_s and time_s > 0]
+        return sum(times_s) / len(times_s) if times_s else None
