@@ -24,9 +24,11 @@ from dynamo_poa.control import ControlService
 from dynamo_poa.decisions import DecisionLog
 from dynamo_poa.errors import BusError, ParamsError
 from dynamo_poa.fleet import Fleet
+from dynamo_poa.latency import LatencyBook
 from dynamo_poa.loop import ControlLoop
 from dynamo_poa.params import ParamsPublisher, decode_heartbeat
 from dynamo_poa.policies import make_policy
+from dynamo_poa.pricing import Pricer
 from dynamo_poa.telemetry import BusSink, ControllerMetrics, LogSink, MetricsServer, configure_logging
 from dynamo_poa.tick import Settings
 from dynamo_poa.ttft import FrontendScraper
@@ -67,16 +69,21 @@ class ControllerProcess:
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._stop.set)
         controller_id = f"controller-{os.getpid()}"
+        book = LatencyBook(half_life_s=config.latency_half_life_s, straggler_factor=config.straggler_factor)
         exposed = common.namespace if self._router.exposes_decode else None
         fleet = Fleet(
             common.worker_namespace,
             config.stale_s,
             exposed=exposed,
             routers_synced=self._router.replica_sync,
+            on_pass=book.observe,
         )
         decisions = self._decision_log()
+        pricer = Pricer(config.estimate_window_s, book)
         metrics = ControllerMetrics(
-            lambda: fleet.workers(clock.monotonic_s()), lambda: fleet.publishers(clock.monotonic_s())
+            lambda: fleet.workers(clock.monotonic_s()),
+            lambda: fleet.publishers(clock.monotonic_s()),
+            lambda: pricer.latencies.values(),
         )
         async with AsyncExitStack() as stack:
             nats_url = os.environ.get("NATS_SERVER", common.nats_url)
@@ -100,6 +107,7 @@ class ControllerProcess:
                 channel=channel,
                 fleet=fleet,
                 decisions=decisions,
+                pricer=pricer,
                 cards=cards,
                 frontend=await self._frontend(stack),
                 sinks=(
@@ -176,7 +184,14 @@ class ControllerProcess:
         endpoints = {role: self._common.worker_endpoint(role) for role in Role}
         if self._router.exposes_decode:
             endpoints[Role.DECODE] = self._common.router_endpoint(Role.DECODE)
-        return await stack.enter_async_context(dynamo_host.WorkerDirectory(runtime, endpoints, self._clock))
+        return await stack.enter_async_context(
+            dynamo_host.WorkerDirectory(
+                runtime,
+                endpoints,
+                self._clock,
+                block_size=self._common.block_size,  # whom routers refuse is no part of the pool
+            )
+        )
 
     async def _until_stopped(self, loop: ControlLoop) -> None:
         """Run the loop until a signal comes; a loop that ends by itself is an error."""

@@ -22,12 +22,13 @@ from dynamo_poa.clock import Clock
 from dynamo_poa.controller import pinned, released, step, take_over
 from dynamo_poa.decisions import DecisionLog, Traffic
 from dynamo_poa.errors import ActuationError, BusError
-from dynamo_poa.fleet import Notice
-from dynamo_poa.frozen import FrozenEstimator
+from dynamo_poa.fleet import Notice, pools_of
+from dynamo_poa.load import WorkerState
+from dynamo_poa.pricing import Pricer
 from dynamo_poa.telemetry import RouterView, Sink, TelemetryRecord
 from dynamo_poa.tick import ControllerState, Counts, Effects, Observation, Settings
 from dynamo_poa.ttft import FrontendScraper, FrontendSnapshot, combine
-from dynamo_poa.values import Applied, Estimate, Pin, PoolLoad, Role, RouterParams, WorkerCard
+from dynamo_poa.values import Applied, Pin, RouterParams, WorkerCard
 
 log = structlog.get_logger()
 
@@ -73,8 +74,8 @@ class FleetView(Protocol):
         """Replace the known workers."""
         ...
 
-    def pools(self, at_s: float) -> dict[Role, PoolLoad]:
-        """Return the load of each role."""
+    def workers(self, at_s: float) -> list[WorkerState]:
+        """Return every rank as known now."""
         ...
 
     def take_notices(self, at_s: float) -> list[Notice]:
@@ -113,6 +114,7 @@ class ControlLoop:
         channel: ParamsChannel,
         fleet: FleetView,
         decisions: DecisionLog,
+        pricer: Pricer,
         cards: Callable[[], Iterable[WorkerCard]] = tuple,
         frontend: FrontendScraper | None = None,
         sinks: Sequence[Sink] = (),
@@ -132,8 +134,7 @@ class ControlLoop:
         self._stored: RouterParams | None = None
         self._foreign: RouterParams | None = None
         self._awaited_since_s: float | None = None
-        self._estimator = FrozenEstimator()
-        self._estimate = Estimate(reason="no decisions")
+        self._pricer = pricer
         self._due_at_s: dict[str, float] = {}
         self._rate = _Rate()
         self._tick_s = 0.0
@@ -170,6 +171,7 @@ class ControlLoop:
                 next_at_s = next_at_s + config.tick_s if now_s < next_at_s + config.tick_s else now_s
                 await self._clock.sleep(next_at_s - now_s)
         finally:
+            await self._pricer.aclose()
             if self._scrape is not None:
                 self._scrape.cancel()
                 await asyncio.gather(self._scrape, return_exceptions=True)
@@ -246,8 +248,7 @@ class ControlLoop:
         if self._frontend is None or (self._scrape is not None and not self._scrape.done()):
             return
         if self._scrape is not None and (error := self._scrape.exception()) is not None:
-            self._failed_ticks += 1
-            log.error(telemetry.TICK_FAILED, failed_ticks=self._failed_ticks, exc_info=error)
+            self._say_failed(error)
             self._scrape = None
         if self._frontend.answered or self._is_overdue(at_s):
             failure, self._scrape_failure = self._scrape_failure, self._frontend.last_error
@@ -257,6 +258,11 @@ class ControlLoop:
             self._scrape = asyncio.create_task(
                 self._frontend.scrape(self._clock.monotonic_s), name="frontend scrape"
             )
+
+    def _say_failed(self, error: BaseException) -> None:
+        """Count what failed beside a tick as a failed tick."""
+        self._failed_ticks += 1
+        log.error(telemetry.TICK_FAILED, failed_ticks=self._failed_ticks, exc_info=error)
 
     def _is_overdue(self, at_s: float) -> bool:
         """Tell whether a frontend should have answered by now: it starts after the controller."""
@@ -270,9 +276,11 @@ class ControlLoop:
         for notice in fleet.take_notices(at_s):
             log.warning(telemetry.NOTICED, **msgspec.structs.asdict(notice))
         decisions.advance(at_s)
-        windows = decisions.windows()
-        if self._is_due("estimate", at_s, config.estimate_s / max(len(windows), 1)):
-            self._estimate = self._estimator.advance(windows)
+        workers = fleet.workers(at_s)
+        if (error := self._pricer.take_failure()) is not None:
+            self._say_failed(error)
+        if self._is_due("estimate", at_s, config.estimate_s):
+            self._pricer.look(at_s, workers, decisions)
         ttft, traffic = decisions.take_ttft(), decisions.traffic(at_s)
         if self._frontend is not None:
             from_frontend, snapshot = self._frontend.take(at_s)
@@ -286,10 +294,13 @@ class ControlLoop:
             announced=self._channel.current is not None,
             foreign=self._foreign,
             ttft=ttft,
-            estimate=self._estimate,
+            estimate=self._pricer.marginal,
+            frozen=self._pricer.frozen,
             traffic=traffic,
             cache=decisions.cache,
-            pools=fleet.pools(at_s),
+            pools=pools_of(workers),
+            workers=tuple(workers),
+            latencies=self._pricer.latencies,
             routers=tuple(
                 RouterView(
                     router_id=router.router_id,
@@ -315,6 +326,7 @@ class ControlLoop:
             "decisions_lost": decisions.lost,
             "decisions_dropped_by_router": decisions.dropped,
             "decisions_unpriced": decisions.unpriced,
+            "snapshots_unpriced": self._pricer.skipped,
             "requests_forgotten": decisions.forgotten,
             "slow_consumer": sum(connection.dropped for connection in self._connections),
             "handler_failed": sum(connection.handler_errors for connection in self._connections),

@@ -25,7 +25,18 @@ from dynamo_poa.bus import Bus
 from dynamo_poa.errors import BusError, ConfigError
 from dynamo_poa.fleet import PublisherState
 from dynamo_poa.load import WorkerState
-from dynamo_poa.values import REGIMES, Applied, CacheSignal, Mode, ParamsKind, PoolLoad, Regime
+from dynamo_poa.values import (
+    REGIMES,
+    Applied,
+    CacheSignal,
+    Estimate,
+    Mode,
+    ParamsKind,
+    PoolLoad,
+    Regime,
+    Shares,
+    WorkerLatency,
+)
 from dynamo_poa.wire import subject
 
 # Log events: one name, one shape. The bus, which this module needs, has its own beside their use.
@@ -72,7 +83,11 @@ class TelemetryRecord(msgspec.Struct, frozen=True, kw_only=True):
     applied:          what became of the tick's wish to change parameters
     wanted_*:         what the policy would set, whether or not it may
     ttft_average_s:   the moving average of P99 that is compared with the thresholds
-    poa_by_role:      per leg; `poa_reason` names what an absent one lacks
+    poa_low, _high:   95 % interval of poa_hat
+    poa_shares:       where the cost beyond an unloaded system comes from
+    poa_by_role:      per leg; `poa_reason` names what an absent one lacks; `poa_legs` says all of each
+    poa_frozen*:      the paper's own estimate, on decisions; another series, never to be mixed with poa_hat
+    stragglers:       workers that are slower than their pool by more than the configured factor
     in_flight:        requests, over all legs
     censored:         so many requests were refused that TTFT and PoA-hat speak of the survivors only
     cache_signal:     whether workers differ in what they hold of a prompt; where they do not, ω moves nothing
@@ -101,10 +116,17 @@ class TelemetryRecord(msgspec.Struct, frozen=True, kw_only=True):
     dwell_left_s: float = 0.0
     pin_left_s: float | None = None
     poa_hat: float | None = None
+    poa_low: float | None = None
+    poa_high: float | None = None
+    poa_shares: Shares | None = None
     poa_by_role: dict[str, float] = {}
+    poa_legs: dict[str, Estimate] = {}
     poa_samples: int = 0
-    poa_method: str = "frozen"
+    poa_method: str = "marginal"
     poa_reason: str = ""
+    poa_frozen: float | None = None
+    poa_frozen_by_role: dict[str, float] = {}
+    stragglers: tuple[WorkerLatency, ...] = ()
     ttft_p50_s: float | None = None
     ttft_p99_s: float | None = None
     ttft_samples: int = 0
@@ -183,11 +205,13 @@ class ControllerMetrics:
         self,
         workers: Callable[[], Iterable[WorkerState]] = tuple,
         publishers: Callable[[], Iterable[PublisherState]] = tuple,
+        latencies: Callable[[], Iterable[WorkerLatency]] = tuple,
     ) -> None:
         self.dropped = 0
         self.registry = CollectorRegistry()
         self._workers = workers
         self._publishers = publishers
+        self._latencies = latencies
         self._record: TelemetryRecord | None = None
         self._outcomes: Counter[str] = Counter()
         self.registry.register(self)
@@ -213,6 +237,11 @@ class ControllerMetrics:
             {signal: signal is record.cache_signal for signal in CacheSignal},
         )
         yield _labelled("poa_hat_role", "PoA-hat of one leg", "role", record.poa_by_role)
+        for leg, values in _leg_families(record):
+            yield _labelled(*leg, "role", values)
+        if record.poa_shares is not None:
+            shares = msgspec.structs.asdict(record.poa_shares)
+            yield _labelled("poa_excess_share", "share of the cost beyond an unloaded system", "kind", shares)
         for name, help_text in _POOL_GAUGES.items():
             values = {role: getattr(pool, name) for role, pool in record.pools.items()}
             yield _labelled(f"poa_pool_{name}", help_text, "role", values)
@@ -224,12 +253,16 @@ class ControllerMetrics:
         )
         yield from _counters(record, self._outcomes)
         yield from _worker_families(self._workers())
+        yield from _latency_gauges(self._latencies())
         yield from _publisher_gauges(self._publishers())
 
 
 _GAUGES = {
-    "poa_hat": ("poa_hat", "observed over best cost of the window's decisions"),
-    "poa_hat_samples": ("poa_samples", "decisions behind PoA-hat"),
+    "poa_hat": ("poa_hat", "observed over best cost of the requests in flight"),
+    "poa_hat_low": ("poa_low", "lower end of its 95 % interval"),
+    "poa_hat_high": ("poa_high", "upper end of its 95 % interval"),
+    "poa_hat_samples": ("poa_samples", "snapshots behind PoA-hat"),
+    "poa_hat_frozen": ("poa_frozen", "the paper's estimate, on decisions, not calibrated"),
     "poa_ttft_p50_seconds": ("ttft_p50_s", "TTFT P50 over the window"),
     "poa_ttft_p99_seconds": ("ttft_p99_s", "TTFT P99 over the window"),
     "poa_ttft_p99_average_seconds": ("ttft_average_s", "its moving average"),
@@ -275,6 +308,20 @@ _WORKER_GAUGES = {
     "stale": "1 while the rank is silent",
 }
 
+_CURVE_GAUGES = {
+    "prefill_base_s": ("prefill_base_seconds", "of a prefill pass, whatever its tokens"),
+    "prefill_token_s": ("prefill_token_seconds", "of a prefill pass, for each prompt token"),
+    "decode_base_s": ("decode_base_seconds", "of a decode iteration, whatever its batch"),
+    "decode_request_s": ("decode_request_seconds", "of a decode iteration, for each request"),
+    "decode_kv_token_s": ("decode_kv_token_seconds", "of a decode iteration, for each KV token resident"),
+}
+
+_LATENCY_GAUGES = {
+    "factor": ("speed_factor", "its time over that of its pool's median worker at the same load"),
+    "straggler": ("straggler", "1 for a worker slower than its pool by more than the configured factor"),
+    "residual_frac": ("latency_residual_frac", "error of its latency model, as a share of the mean"),
+}
+
 _CACHE_GAUGES = {
     "resident_blocks": ("resident_blocks", "blocks in the device tier of the rank's cache"),
     "approximate": ("resident_approximate", "1 while they are not known exactly: events were missed"),
@@ -301,6 +348,17 @@ def _labelled(name: str, help_text: str, label: str, values: dict[Any, Any]) -> 
         if value is not None:
             family.add_metric([str(key)], float(value))
     return family
+
+
+def _leg_families(record: TelemetryRecord) -> Iterator[tuple[tuple[str, str], dict[str, float | None]]]:
+    """Yield name, help and values by leg of what is told of each leg's PoA-hat."""
+    legs = record.poa_legs
+    yield (
+        ("poa_hat_role_low", "lower end of its 95 % interval"),
+        {role: leg.low for role, leg in legs.items()},
+    )
+    yield ("poa_hat_role_high", "upper end of its 95 % interval"), {r: leg.high for r, leg in legs.items()}
+    yield ("poa_hat_frozen_role", "the paper's estimate of one leg"), {**record.poa_frozen_by_role}
 
 
 def _counters(record: TelemetryRecord, outcomes: Counter[str]) -> Iterator[Metric]:
@@ -348,6 +406,21 @@ def _worker_families(workers: Iterable[WorkerState]) -> Iterator[Metric]:
     yield from of_rank.values()
     yield from of_cache.values()
     yield prefilled
+
+
+def _latency_gauges(latencies: Iterable[WorkerLatency]) -> Iterator[Metric]:
+    names = ["worker_id", "dp_rank", "role"]
+    families = {
+        field: GaugeMetricFamily(f"poa_worker_{name}", text, labels=names)
+        for field, (name, text) in (_LATENCY_GAUGES | _CURVE_GAUGES).items()
+    }
+    for latency in latencies:
+        labels = [str(latency.key.worker_id), str(latency.key.dp_rank), str(latency.role)]
+        for field, family in families.items():
+            value = getattr(latency if field in _LATENCY_GAUGES else latency.curve, field)
+            if value is not None:
+                family.add_metric(labels, float(value))
+    yield from families.values()
 
 
 def _publisher_gauges(publishers: Iterable[PublisherState]) -> Iterator[Metric]:

@@ -60,6 +60,7 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True):
     foreign: RouterParams | None = None
     ttft: TtftSample = TtftSample()
     estimate: Estimate = Estimate(reason="no decisions")
+    frozen: Estimate = Estimate(reason="no decisions", method="frozen")
     traffic: Traffic = Traffic()
     cache: CacheView = CacheView()
     pools: Mapping[Role, PoolLoad] = {}

@@ -1,7 +1,18 @@
 """One telemetry record with every part filled in."""
 
 from dynamo_poa.telemetry import RouterView, TelemetryRecord
-from dynamo_poa.values import Applied, Mode, ParamsKind, PoolLoad, Regime, Role
+from dynamo_poa.values import (
+    Applied,
+    Curve,
+    Mode,
+    ParamsKind,
+    PoolLoad,
+    Regime,
+    Role,
+    Shares,
+    WorkerKey,
+    WorkerLatency,
+)
 
 RECORD = TelemetryRecord(
     tick=7,
@@ -19,7 +30,20 @@ RECORD = TelemetryRecord(
     wanted_overlap_weight=1.0,
     poa_hat=1.5,
     poa_by_role={"prefill": 1.75},
+    poa_low=1.25,
+    poa_high=1.75,
     poa_samples=64,
+    poa_shares=Shares(miss=0.125, congestion=0.375, capacity=0.5),
+    poa_frozen=1.125,
+    stragglers=(
+        WorkerLatency(
+            key=WorkerKey(14370722098883561847, 0),
+            role=Role.DECODE,
+            curve=Curve(),
+            factor=5.0,
+            straggler=True,
+        ),
+    ),
     pools={"prefill": PoolLoad(role=Role.PREFILL, workers=2, kv_used_frac=0.25)},
     routers=(RouterView(router_id="r1", revision=3, source="heartbeat", dropped=0, in_flight={}, age_s=0.1),),
     messages_received={"kv-events": 10},

@@ -16,8 +16,10 @@ from dynamo_poa.config import ControllerConfig, RegimeConfig
 from dynamo_poa.decisions import DecisionLog
 from dynamo_poa.errors import ActuationError, BusError
 from dynamo_poa.fleet import Fleet
+from dynamo_poa.latency import LatencyBook
 from dynamo_poa.loop import ControlLoop
 from dynamo_poa.policies import make_policy
+from dynamo_poa.pricing import Pricer
 from dynamo_poa.tick import Settings
 from dynamo_poa.values import Candidate, Outcome, Role, RouterParams, WorkerCard
 from dynamo_poa.wire import Chosen, DecisionBatch, Ended, FirstToken
@@ -73,6 +75,11 @@ class FakeChannel:
             raise BusError("not connected")
 
 
+async def at_once(job):
+    """Price in the loop's own thread: the next tick sees what this one looked at."""
+    return job()
+
+
 class Recorder:
     """A sink that keeps every record."""
 
@@ -119,6 +126,7 @@ class Graph:
             channel=self.channel,
             fleet=self.fleet,
             decisions=self.decisions,
+            pricer=Pricer(self.config.estimate_window_s, LatencyBook(), run=at_once),
             cards=lambda: [
                 WorkerCard(worker_id=worker, role=Role.DECODE, kv_block_size=16) for worker in (1, 2)
             ],

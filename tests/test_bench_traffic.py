@@ -35,8 +35,8 @@ def fleet_of(workers, blocks=4096):
     return fleet
 
 
-def traffic_of(workers, blocks=4096):
-    return Traffic(workers, CommonConfig(), blocks=blocks, rng=random.Random(1))
+def traffic_of(workers, blocks=4096, **more):
+    return Traffic(workers, CommonConfig(), blocks=blocks, rng=random.Random(1), **more)
 
 
 def test_a_recording_carried_on_is_applied_whole_each_time():
@@ -116,15 +116,16 @@ def test_made_up_decisions_have_a_price_and_end():
     """A decision without a price would leave the estimate's window empty."""
     pools = {Role.PREFILL: [1, 2, 3], Role.DECODE: [4, 5]}
     log = DecisionLog(window=512, ttft_window_s=3.0, stale_s=30.0, block_size=16)
-    message = traffic_of(pools).decision_batch(20, 1_800_000_000.0)
+    message = traffic_of(pools, open_requests=10).decision_batch(20, 1_800_000_000.0)
     assert message.subject == "poa.poa.decisions"
     log.receive(message.data, 1.0)
     assert {role: len(window) for role, window in log.windows().items()} == {
         Role.PREFILL: 20,
         Role.DECODE: 20,
     }
-    assert (log.unrecorded, log.unpriced, log.refused, log.outcomes.total()) == (0, 0, {}, 40)
-    assert log.take_ttft().samples == 20
+    assert (log.unrecorded, log.unpriced, log.refused, log.outcomes.total()) == (0, 0, {}, 20)
+    assert [len(running) for running in log.running().values()] == [10, 10]
+    assert log.take_ttft().samples == 10
 
 
 def test_a_greedy_router_takes_the_cheapest_candidate():

@@ -205,20 +205,22 @@ def test_a_record_is_shown_with_every_figure_and_every_unknown() -> None:
     """Unknown is `-` or a reason, never 0."""
     shown = text(record_view(RECORD)).splitlines()
     assert shown[0].startswith("graph       poa, mode active, tick 7 at ")
-    assert shown[1:7] == [
+    assert shown[1:9] == [
         "regime      transition  TTFT P99 2.000 s at or over θ1 1.000 s",
-        "PoA-hat     1.500 from 64 decisions, frozen (prefill 1.750)",
+        "PoA-hat     1.500 (1.250 to 1.750) from 64 snapshots (prefill 1.750); the paper's: 1.125",
+        "excess      miss 12.5%, congestion 37.5%, capacity 50.0%",
+        "stragglers  decode 14370722098883561847 5.0x slower than its pool",
         "TTFT        P50 -, P99 -, its average - (0 samples, none)",
         "against     baseline -, θ1 -, θ2 -",
         "parameters  τ 0.7 ω 1, revision 3, policy, applied",
         "load        - in flight, - arrivals/s, 0.0% refused",
     ]
-    assert [line.split() for line in shown[8:10]] == [
+    assert [line.split() for line in shown[10:12]] == [
         ["pool", "workers", "silent", "KV", "used", "fullest", "queued", "running", "busy"],
         ["prefill", "2", "0", "25.0%", "-", "-", "-", "-"],
     ]
-    assert shown[12].split() == ["r1", "3", "heartbeat", "none", "0", "0.100", "s"]
-    assert shown[14:] == [
+    assert shown[14].split() == ["r1", "3", "heartbeat", "none", "0", "0.100", "s"]
+    assert shown[16:] == [
         "messages    kv-events 10; -/s, the last - ago",
         "dropped     schema 1",
         "legs ended  none",
@@ -241,7 +243,7 @@ def test_a_record_without_estimate_says_why_and_a_pin_how_long() -> None:
         routers=(),
     )
     shown = text(record_view(record))
-    assert "PoA-hat     none: prefill: 3 decisions with candidates, 8 needed\n" in shown
+    assert "PoA-hat     none: prefill: 3 decisions with candidates, 8 needed; the paper's" in shown
     wish = "the policy would set τ 0.8 ω 0.1"
     assert f"τ 0.7 ω 1, revision 3, pin for another 42 s, applied; {wish}\n" in shown
     assert "θ1 1.000 s (next change in 3.2 s at the earliest)\n" in shown

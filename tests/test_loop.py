@@ -61,10 +61,10 @@ async def test_a_tick_that_fails_is_counted_and_parameters_and_leases_go_on():
     broken = []
 
     class BrokenFleet(Fleet):
-        def pools(self, at_s):
+        def workers(self, at_s):
             if broken:
                 raise ZeroDivisionError("a bug")
-            return super().pools(at_s)
+            return super().workers(at_s)
 
     g = graph(fleet=BrokenFleet("poa-workers", 30.0))
     with structlog.testing.capture_logs() as lines:

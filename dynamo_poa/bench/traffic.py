@@ -41,6 +41,7 @@ class Traffic:
 
     Args:  pools: the workers' ids by role.  blocks: capacity of each worker's cache.
            random_frac: share of choices that are any worker; the rest are the cheapest by Dynamo's cost.
+           open_requests: so many are in flight at once.
     """
 
     def __init__(
@@ -51,7 +52,10 @@ class Traffic:
         blocks: int,
         rng: random.Random,
         random_frac: float = 0.25,
+        open_requests: int = 512,
     ) -> None:
+        self._open_requests = open_requests
+        self._open: deque[str] = deque()
         self._random_frac = random_frac
         self._pools, self._common, self._blocks, self._rng = pools, common, blocks, rng
         self._roles = {worker: role for role, workers in pools.items() for worker in workers}
@@ -126,7 +130,11 @@ class Traffic:
         return self._message(KV_EVENTS, worker, events, wall_s)
 
     def decision_batch(self, requests: int, wall_s: float) -> Message:
-        """Return so many requests, each leg chosen for, answered and ended; all its pool were candidates."""
+        """Return so many new requests; all of a leg's pool were candidates.
+
+        As many of the oldest end as there are more than `open_requests`; the middle one of those open gets
+        its first token, so that of what is open about half waits for its prompt and half decodes.
+        """
         events: list[DecisionEvent] = []
         for _ in range(requests):
             self._requests += 1
@@ -135,12 +143,14 @@ class Traffic:
                 candidates = tuple([self._candidate(worker) for worker in pool])
                 chosen = self._choose(candidates)
                 at_s = wall_s - self._rng.uniform(0.02, 0.2)
-                events += [
-                    Chosen(name, role, at_s, at_s, chosen, 0, PROMPT_TOKENS, 1, 1, candidates),
-                    FirstToken(name, role, wall_s),
-                    Ended(name, role, wall_s, Outcome.OK),
-                ]
+                events.append(Chosen(name, role, at_s, at_s, chosen, 0, PROMPT_TOKENS, 1, 1, candidates))
                 self._move_load(chosen, self._rng.choice(pool))
+            self._open.append(name)
+            if len(self._open) > self._open_requests:
+                answered = self._open[len(self._open) // 2]
+                events += [FirstToken(answered, role, wall_s) for role in self._pools]
+                oldest = self._open.popleft()
+                events += [Ended(oldest, role, wall_s, Outcome.OK) for role in self._pools]
         self._batches += 1
         batch = DecisionBatch(
             router_id="router-made-up", sequence=self._batches, sent_at_s=wall_s, events=tuple(events)

@@ -8,13 +8,14 @@ Invariant: what is unknown is shown as unknown, with its reason where there is o
 from collections.abc import Iterator
 from datetime import datetime
 
+import msgspec
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from dynamo_poa.serve.show import count, counts, number, percent, seconds
 from dynamo_poa.telemetry import TelemetryRecord
-from dynamo_poa.values import Regime
+from dynamo_poa.values import Regime, WorkerLatency
 
 _COLOURS = {Regime.BELOW: "green", Regime.TRANSITION: "yellow", Regime.SATURATED: "red"}
 
@@ -48,6 +49,11 @@ def _summary(record: TelemetryRecord) -> Table:
     regime = Text(str(record.regime), style=f"bold {_COLOURS[record.regime]}")
     table.add_row("regime", regime.append(f"  {record.reason}{dwell}", style="not bold default"))
     table.add_row("PoA-hat", _poa(record))
+    if record.poa_shares is not None:
+        shares = msgspec.structs.asdict(record.poa_shares)
+        table.add_row("excess", ", ".join(f"{kind} {percent(share)}" for kind, share in shares.items()))
+    if record.stragglers:
+        table.add_row("stragglers", ", ".join(map(_straggler, record.stragglers)))
     table.add_row(
         "TTFT",
         f"P50 {seconds(record.ttft_p50_s)}, P99 {seconds(record.ttft_p99_s)}, its average "
@@ -65,11 +71,18 @@ def _summary(record: TelemetryRecord) -> Table:
 
 
 def _poa(record: TelemetryRecord) -> str:
+    frozen = "" if record.poa_frozen is None else f"; the paper's: {number(record.poa_frozen)}"
     if record.poa_hat is None:
-        return f"none: {record.poa_reason}"
+        return f"none: {record.poa_reason}{frozen}"
     legs = ", ".join(f"{role} {value:.3f}" for role, value in record.poa_by_role.items())
     lacks = f"; {record.poa_reason}" if record.poa_reason else ""
-    return f"{record.poa_hat:.3f} from {record.poa_samples} decisions, {record.poa_method} ({legs}{lacks})"
+    interval = f"{number(record.poa_low)} to {number(record.poa_high)}"
+    return f"{record.poa_hat:.3f} ({interval}) from {record.poa_samples} snapshots ({legs}{lacks}){frozen}"
+
+
+def _straggler(latency: WorkerLatency) -> str:
+    rank = f" rank {latency.key.dp_rank}" if latency.key.dp_rank else ""
+    return f"{latency.role} {latency.key.worker_id}{rank} {number(latency.factor, 1)}x slower than its pool"
 
 
 def parameters(record: TelemetryRecord) -> str:

@@ -6,6 +6,7 @@ import pytest
 from simulated_graph import STATIC, Graph, ticking
 
 from dynamo_poa.config import RegimeConfig
+from dynamo_poa.snapshot import NO_PASS
 from dynamo_poa.values import Applied, Mode, ParamsKind, Pin, Regime, RouterParams
 
 BELOW, TRANSITION, SATURATED = Regime.BELOW, Regime.TRANSITION, Regime.SATURATED
@@ -62,11 +63,11 @@ async def test_idle_after_load_returns_to_below_without_an_estimate():
     async with ticking(Graph(knee)) as graph:
         await graph.run(30, 120)
         assert graph.last.regime is SATURATED
-        assert graph.last.poa_hat is not None
+        assert graph.last.poa_frozen is not None
         await graph.run(35, 0)
         assert graph.last.regime is BELOW
-        assert (graph.last.poa_hat, graph.last.poa_samples) == (None, 0)
-        assert graph.last.poa_reason == "decode: 0 decisions with candidates, 8 needed"
+        assert (graph.last.poa_hat, graph.last.poa_frozen, graph.last.poa_samples) == (None, None, 0)
+        assert graph.last.poa_reason == f"decode: {NO_PASS}"
         assert (graph.last.router_temperature, graph.last.overlap_weight) == (0.0, 1.0)
         await graph.run(85, 0)
         changes = graph.last.regime_changes
@@ -200,10 +201,9 @@ async def test_heartbeats_go_on_once_a_second_whatever_happens_to_the_parameters
     assert max(later - earlier for earlier, later in itertools.pairwise(times)) <= 1.25
 
 
-async def test_the_estimate_prices_the_herd():
+async def test_the_papers_estimate_prices_the_herd():
     """All on worker 1, which holds twice the blocks: observed over best, of 256 decisions."""
     async with ticking(Graph(knee)) as graph:
         await graph.run(30, 60)
     # Blocks per decision: 4 uncached + 4 own + 60 on worker 1, + 30 on worker 2; the best puts half on each.
-    assert graph.last.poa_hat == pytest.approx(68 / ((68 + 38) / 2), rel=1e-9)
-    assert graph.last.poa_samples == 256
+    assert graph.last.poa_frozen == pytest.approx(68 / ((68 + 38) / 2), rel=1e-9)

@@ -1,0 +1,93 @@
+"""When snapshots are priced: beside the ticks, which never wait for it.
+
+Owns: what is looked at in one instant; the one job at a time in a worker thread; the latest estimates.
+Does not own: what is computed (latency.py, snapshot.py, estimator.py, frozen.py), when it is due (loop.py).
+Invariant: a job that takes longer than the time to the next costs snapshots, which are counted, and no tick.
+Source: measured: scipy's assignment solver releases the interpreter's lock, so ticks go on beside it.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+
+from dynamo_poa.decisions import DecisionLog
+from dynamo_poa.estimator import MarginalEstimator
+from dynamo_poa.flight import InFlight
+from dynamo_poa.frozen import PricedDecision, frozen_estimate
+from dynamo_poa.latency import LatencyBook
+from dynamo_poa.load import WorkerState
+from dynamo_poa.snapshot import Snapshot, foreign_tokens, price, take_snapshot
+from dynamo_poa.values import Estimate, Role, WorkerKey, WorkerLatency
+
+Windows = Mapping[Role, Sequence[PricedDecision]]
+Estimates = tuple[Estimate, Estimate]
+Run = Callable[[Callable[[], Estimates]], Awaitable[Estimates]]
+
+
+def snapshots_at(
+    at_s: float,
+    workers: Iterable[WorkerState],
+    latencies: Mapping[WorkerKey, WorkerLatency],
+    running: Mapping[Role, Sequence[InFlight]],
+) -> list[Snapshot]:
+    """Return one snapshot of each leg, all of one instant."""
+    known = list(workers)
+    cards = {worker.key.worker_id: worker.card for worker in known}
+    return [
+        take_snapshot(role, at_s, requests, latencies, cards, foreign_tokens(known, requests))
+        for role, requests in running.items()
+    ]
+
+
+class Pricer:
+    """Looks at one instant after another and prices each.
+
+    latencies:         what is known of each worker's speed, as of the last look
+    marginal, frozen:  the latest estimates
+    skipped:           instants that were not priced because the one before took too long
+    """
+
+    def __init__(self, window_s: float, book: LatencyBook, run: Run = asyncio.to_thread) -> None:
+        """Price in a worker thread, or as `run` does it."""
+        self.latencies: Mapping[WorkerKey, WorkerLatency] = {}
+        self.marginal = Estimate(reason="no decisions")
+        self.frozen = Estimate(reason="no decisions", method="frozen")
+        self.skipped = 0
+        self._estimator = MarginalEstimator(window_s)
+        self._book = book
+        self._run = run
+        self._job: asyncio.Task[None] | None = None
+
+    def look(self, at_s: float, workers: Sequence[WorkerState], decisions: DecisionLog) -> None:
+        """Fit the latency models, take the snapshots of now and begin to price them."""
+        self.latencies = self._book.fit(at_s, [(worker.key, worker.card.role) for worker in workers])
+        if self._job is not None and not self._job.done():
+            self.skipped += 1
+            return
+        snapshots = snapshots_at(at_s, workers, self.latencies, decisions.running())
+        windows = decisions.windows()
+        self._job = asyncio.create_task(self._price(at_s, snapshots, windows), name="pricing")
+
+    def take_failure(self) -> BaseException | None:
+        """Return what a job that has ended tripped over, once."""
+        if self._job is None or not self._job.done():
+            return None
+        job, self._job = self._job, None
+        return None if job.cancelled() else job.exception()
+
+    async def settled(self) -> None:
+        """Wait until nothing is being priced; for tests and measurements, no tick does."""
+        if self._job is not None:
+            await asyncio.wait({self._job})
+
+    async def aclose(self) -> None:
+        """Wait for nothing more; a thread that computes ends by itself."""
+        if self._job is not None:
+            self._job.cancel()
+            await asyncio.gather(self._job, return_exceptions=True)
+
+    async def _price(self, at_s: float, snapshots: Sequence[Snapshot], windows: Windows) -> None:
+        def job() -> Estimates:
+            self._estimator.add(map(price, snapshots))
+            return self._estimator.estimate(at_s), frozen_estimate(windows)
+
+        self.marginal, self.frozen = await self._run(job)
