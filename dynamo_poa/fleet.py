@@ -8,7 +8,7 @@ Source: contract: architecture, Identity; measured: Dynamo 1.4.2, as the comment
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import msgspec
 
@@ -95,10 +95,12 @@ class Fleet:
         *,
         exposed: str | None = None,
         routers_synced: bool = False,
+        on_pass: Callable[[WorkerKey, WorkerCard, ForwardPass, float], None] | None = None,
     ) -> None:
         """Watch a namespace, and a second one where workers stand that the frontend sees directly.
 
         Args:  routers_synced: each router's figures include the other routers' (`replica_sync`).
+               on_pass: is told of each pass once, with its rank, its worker's card and when it was received.
         """
         self.received: Counter[str] = Counter()
         self.dropped: Counter[str] = Counter()
@@ -110,6 +112,7 @@ class Fleet:
         self._pending: dict[int, _Pending] = {}
         self._pending_bytes = 0
         self._routers_synced = routers_synced
+        self._on_pass = on_pass
         self._notices: list[Notice] = []
         self._noticed: set[str] = set()
 
@@ -216,6 +219,8 @@ class Fleet:
         else:
             if isinstance(body, ForwardPass):
                 taken = rank.take_pass(message.publisher_id, body, at_s)
+                if taken and self._on_pass is not None:
+                    self._on_pass(WorkerKey(worker_id, body.dp_rank), worker.card, body, at_s)
             else:
                 taken = rank.take_metrics(message.publisher_id, publisher, message.sequence, body, at_s)
             if not taken:

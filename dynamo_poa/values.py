@@ -125,6 +125,7 @@ class RouterParams(msgspec.Struct, frozen=True, kw_only=True):
     issued_at_s:         seconds since the epoch
     baseline_s:          TTFT P99 the regime was judged against, so that a restarted controller judges alike;
                          above 0, None while it is not known
+    iteration_baseline_s:  decode iteration without load, likewise
     lease_s:             a router that hears nothing for this long falls back to its static parameters
 
     Raises:  ParamsError, naming the key, the value and the bound.
@@ -139,14 +140,16 @@ class RouterParams(msgspec.Struct, frozen=True, kw_only=True):
     issued_at_s: float = 0.0
     lease_s: float = 30.0
     baseline_s: float | None = None
+    iteration_baseline_s: float | None = None
 
     def __post_init__(self) -> None:
         _require_number("router_temperature", self.router_temperature, MAX_ROUTER_TEMPERATURE)
         _require_number("overlap_weight", self.overlap_weight, MAX_OVERLAP_WEIGHT)
         _require_number("lease_s", self.lease_s, 3600.0)
         _require_number("issued_at_s", self.issued_at_s, 1e11)
-        if self.baseline_s is not None:
-            _require_number("baseline_s", self.baseline_s, 86_400.0, above_zero=True)
+        for key in ("baseline_s", "iteration_baseline_s"):
+            if getattr(self, key) is not None:
+                _require_number(key, getattr(self, key), 86_400.0, above_zero=True)
         bound = f"a whole number in [0, {MAX_REVISION}]"
         if isinstance(self.revision, bool) or not isinstance(self.revision, int):
             raise ParamsError("type", "revision", self.revision, bound)
@@ -292,7 +295,7 @@ class WorkerLatency(msgspec.Struct, frozen=True, kw_only=True):
     """What is known of one worker's speed now.
 
     samples:        forward passes behind its curve, each counting half after the half-life
-    residual_frac:  root mean square error of the curve over those passes, as a share of their mean time
+    residual_frac:  root mean square of the curve's errors over those passes, each as a share of its pass's time
     factor:         its time over that of its pool's median worker at the same load, None when not comparable
     straggler:      the factor is over the configured one
     """
@@ -366,6 +369,8 @@ class PoolRegime(msgspec.Struct, frozen=True, kw_only=True):
     resource:          `queue`, `kv_blocks`, `slots` or `iteration`; empty while nothing does
     value, threshold:  of that resource, in its unit; None while nothing drives
     hot:               workers that are overloaded by themselves: no matter of the pool's capacity
+    known:             every rank says what it has queued: the evidence is complete
+    idle:              known, next to nothing queued, and workers that prefill at least half idle
     """
 
     role: Role
@@ -375,6 +380,8 @@ class PoolRegime(msgspec.Struct, frozen=True, kw_only=True):
     threshold: float | None = None
     reason: str = ""
     hot: tuple[HotWorker, ...] = ()
+    known: bool = False
+    idle: bool = False
 
 
 class Pin(msgspec.Struct, frozen=True, kw_only=True):

@@ -234,6 +234,24 @@ def test_each_forward_pass_is_counted_once_whatever_the_order() -> None:
     assert fleet.dropped == {"outdated": 2}
 
 
+def test_each_pass_is_passed_on_once_with_its_rank_and_card() -> None:
+    """Contract: a late pass is one, a repeated one is not; nor are those of strangers and of unowned ranks."""
+    heard: list[tuple[WorkerKey, WorkerCard, int, float]] = []
+    fleet = Fleet("ns", STALE_S, on_pass=lambda *of: heard.append((*of[:2], of[2].counter_id, of[3])))
+    fleet.set_cards([card(W1, ranks=2), card(W2)], AT_S)
+    sender = Sender(fleet)
+    for step, counter_id in enumerate((1, 3, 3, 2)):
+        sender.send("w1", fp(W1, counter_id, 0.05, nd=1, dp=1), AT_S + step)
+    for worker_id, dp_rank in ((W2, 0), (W3, 0), (W1, 2)):
+        sender.send(f"{worker_id}", fp(worker_id, 1, 0.05, nd=1, dp=dp_rank), AT_S + 9)
+    assert heard == [
+        (WorkerKey(W1, 1), card(W1, ranks=2), 1, AT_S),
+        (WorkerKey(W1, 1), card(W1, ranks=2), 3, AT_S + 1),
+        (WorkerKey(W1, 1), card(W1, ranks=2), 2, AT_S + 3),
+        (WorkerKey(W2, 0), card(W2), 1, AT_S + 9),
+    ]
+
+
 def test_a_late_pass_adds_its_tokens_and_does_not_become_the_state() -> None:
     """Case E1: 13 then 12."""
     fleet, sender = fleet_of(card(W1))
