@@ -295,7 +295,7 @@ class WorkerLatency(msgspec.Struct, frozen=True, kw_only=True):
     """What is known of one worker's speed now.
 
     samples:        forward passes behind its curve, each counting half after the half-life
-    residual_frac:  root mean square of the curve's errors over those passes, each as a share of its pass's time
+    residual_frac:  root mean square of its errors over those passes, each as a share of the pass's time
     factor:         its time over that of its pool's median worker at the same load, None when not comparable
     straggler:      the factor is over the configured one
     """

@@ -235,7 +235,7 @@ def test_each_forward_pass_is_counted_once_whatever_the_order() -> None:
 
 
 def test_each_pass_is_passed_on_once_with_its_rank_and_card() -> None:
-    """Contract: a late pass is one, a repeated one is not; nor are those of strangers and of unowned ranks."""
+    """Contract: a late pass is one, a repeated one is not; strangers and unowned ranks are not heard."""
     heard: list[tuple[WorkerKey, WorkerCard, int, float]] = []
     fleet = Fleet("ns", STALE_S, on_pass=lambda *of: heard.append((*of[:2], of[2].counter_id, of[3])))
     fleet.set_cards([card(W1, ranks=2), card(W2)], AT_S)
