@@ -38,9 +38,9 @@ def test_prompts_that_no_worker_holds_are_an_absent_signal_and_an_unknown_hit_sh
     )
 
 
-def test_a_cache_that_nobody_hits_has_a_share_of_zero() -> None:
-    """One worker holds the prefix and the others are chosen: that 0 is known."""
-    assert view_of(*[chosen(768, 192)] * MIN_RECORDED) == CacheView(signal=CacheSignal.PRESENT, hit_frac=0.0)
+def test_differences_where_nothing_is_ever_found_cached_are_no_signal() -> None:
+    """Case E6 (d), measured: loads without and with the prompt are two answers, and others come between."""
+    assert view_of(*[chosen(768, 192)] * MIN_RECORDED) == CacheView(signal=CacheSignal.ABSENT, hit_frac=None)
 
 
 def test_a_prefix_that_all_workers_hold_tells_them_apart_no_more() -> None:
@@ -50,9 +50,9 @@ def test_a_prefix_that_all_workers_hold_tells_them_apart_no_more() -> None:
 
 
 def test_a_difference_of_less_than_a_block_or_in_few_decisions_is_none() -> None:
-    """Loads with and without the prompt are two answers: what is booked between them is no overlap."""
-    assert view_of(*[chosen(10, 20, prompt_tokens=20)] * 64).signal is CacheSignal.ABSENT
-    alike = [chosen(768, 768)] * 96
+    """What ω could act on is whole blocks, and often enough."""
+    assert view_of(*[chosen(10, 20, prompt_tokens=20, cached_tokens=10)] * 64).signal is CacheSignal.ABSENT
+    alike = [chosen(752, 752, cached_tokens=16)] * 96
     assert view_of(*alike, *[chosen(768, 700)] * 4).signal is CacheSignal.ABSENT
     assert view_of(*alike, *[chosen(768, 700)] * 6).signal is CacheSignal.PRESENT
     assert view_of(*alike, *[chosen(768, 900)] * 6).signal is CacheSignal.ABSENT  # more than the prompt
@@ -74,7 +74,7 @@ def test_the_window_is_bounded_and_forgets() -> None:
     """Invariant: the last `window` decisions, and none from before an instant."""
     overlaps = OverlapWindow(64, block_size=16)
     for number in range(200):
-        overlaps.add(chosen(768, 192 if number < 136 else 768), float(number))
+        overlaps.add(chosen(192, 768 if number < 136 else 192, cached_tokens=576), float(number))
     assert overlaps.view().signal is CacheSignal.ABSENT
     overlaps.forget(200.0 - MIN_RECORDED)
     assert overlaps.view().signal is CacheSignal.ABSENT

@@ -217,6 +217,7 @@ class LiveGraph:
         *,
         prompt_tokens: int = 64,
         max_tokens: int = 8,
+        templates: int = 2,
         shared_frac: float = 0.0,
         seed: int = 0,
     ) -> AsyncIterator[list[Result]]:
@@ -225,7 +226,7 @@ class LiveGraph:
         source = prompts(
             prompt_tokens=prompt_tokens,
             max_tokens=max_tokens,
-            templates=2,
+            templates=templates,
             shared_frac=shared_frac,
             seed=seed,
         )
@@ -341,14 +342,16 @@ def plan_of(kind: str, *overrides: str) -> Plan:
 
 
 @asynccontextmanager
-async def live_graph(kind: str, *overrides: str, clean: bool = True) -> AsyncIterator[LiveGraph]:
+async def live_graph(
+    kind: str, *overrides: str, clean: bool = True, plan: Plan | None = None
+) -> AsyncIterator[LiveGraph]:
     """Serve a shipped graph for as long as the block lasts.
 
     Args:     clean: nothing is going to be broken on purpose, so no process may have said anything bad in the
-              end, from its start to its stop.
+              end, from its start to its stop.  plan: is served instead of the graph as shipped.
     """
     lines: list[tuple[str, str]] = []
-    plan = plan_of(kind, *overrides)
+    plan = plan or plan_of(kind, *overrides)
 
     def emit(name: str, line: str) -> None:
         lines.append((name, line))

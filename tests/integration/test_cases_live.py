@@ -1,4 +1,7 @@
-"""Public trouble reports, live on real Dynamo: idleness (S4a), poisoned parameters (I3), ranks (E7a)."""
+"""Public trouble reports, live on real Dynamo.
+
+Idleness (S4a), a connection on which nothing passes (S4b), poisoned parameters (I3), ranks (E7a).
+"""
 
 import math
 from collections import Counter
@@ -6,14 +9,15 @@ from collections import Counter
 import msgspec
 import nats
 import pytest
-from live_graph import FORCED, MOCK_ARGS, LiveGraph, live_graph, plan_of
+from live_graph import CLOCK, FORCED, MOCK_ARGS, LiveGraph, live_graph, plan_of
 from nats.js.kv import KeyValue
+from pausable_proxy import PausableProxy
 from waiting import eventually
 
 from dynamo_poa.bus import KV_VALUE_BYTES
 from dynamo_poa.errors import ConfigError
 from dynamo_poa.params import KEY, bucket
-from dynamo_poa.values import ParamsKind, Regime, Role
+from dynamo_poa.values import Outcome, ParamsKind, Regime, Role
 
 pytestmark = pytest.mark.dynamo
 
@@ -46,7 +50,10 @@ async def test_idleness_is_neither_saturation_nor_nan() -> None:
         assert graph.latest.regime is Regime.BELOW
         async with graph.load(16, max_tokens=4):
             await graph.until(lambda record: record.regime is Regime.SATURATED, 15)
-            await graph.metrics_until("router", lambda samples: samples["poa_router_overlap_weight"] == 0.1)
+            # One prefill worker: nobody differs in overlap, so it is τ that moves (E6).
+            await graph.metrics_until(
+                "router", lambda samples: samples["poa_router_router_temperature"] == 0.8
+            )
             await graph.metrics("controller")
         took_s = await graph.until(
             lambda record: (
@@ -72,6 +79,81 @@ async def test_idleness_is_neither_saturation_nor_nan() -> None:
         assert {(record.router_temperature, record.overlap_weight) for record in after} == {BASELINE}
         for record in graph.telemetry:
             assert all(map(math.isfinite, numbers(msgspec.to_builtins(record))))
+
+
+STALE_S, LEASE_S = 3.0, 2.0
+
+
+async def test_a_controller_that_hears_nothing_holds_then_lets_go_and_costs_no_request() -> None:
+    """Case S4(b), seconds for minutes: its NATS connection stays open and nothing passes for 2 x STALE.
+
+    Parameters hold for the lease, then the configured ones apply; the controller calls every worker stale.
+    """
+    plan = plan_of(
+        "disagg",
+        "PrefillWorker.workers=1",
+        f"PrefillWorker.args={MOCK_ARGS}",
+        "DecodeWorker.workers=2",
+        "DecodeWorker.per_process=2",
+        f"DecodeWorker.args={MOCK_ARGS}",
+        f"PoaController.stale_s={STALE_S}",
+        f"PoaController.lease_s={LEASE_S}",
+        "PoaController.heartbeat_s=0.5",
+    )
+    async with PausableProxy(int(plan.nats_url.rpartition(":")[2])) as proxy:
+        processes = tuple(
+            msgspec.structs.replace(process, env={**process.env, "NATS_SERVER": proxy.url})
+            if process.name == "controller"
+            else process
+            for process in plan.processes
+        )
+        plan = msgspec.structs.replace(plan, processes=processes)
+        async with live_graph("disagg", plan=plan) as graph, graph.load(8) as results:
+            pinned = (await graph.pin(0.5, 0.75)).params
+            await eventually(lambda: graph.batches[-1].params_revision == pinned.revision)
+            seen = len(graph.batches)
+            proxy.pause()
+            paused_at_s = CLOCK.monotonic_s()
+            await eventually(lambda: graph.batches[-1].params_source == "static", LEASE_S + 2)
+            held_s = CLOCK.monotonic_s() - paused_at_s
+            assert held_s > LEASE_S - 0.5 - 0.1  # the last heartbeat was at most one period old
+            held = {
+                batch.params_revision for batch in graph.batches[seen:] if batch.params_source != "static"
+            }
+            assert held == {pinned.revision}
+            samples = await graph.metrics_until("controller", all_stale, within_s=STALE_S + 2)
+            assert samples['poa_pool_stale_workers{role="prefill"}'] == 1
+            assert samples['poa_pool_stale_workers{role="decode"}'] == 2
+            assert samples['poa_params_applied_total{outcome="held_stale"}'] > 0
+            assert samples["poa_message_age_seconds"] > STALE_S
+            await eventually(lambda: CLOCK.monotonic_s() - paused_at_s > 2 * STALE_S, 2 * STALE_S)
+            proxy.resume()
+            resumed_at_s = CLOCK.monotonic_s()
+            await eventually(lambda: graph.batches[-1].params_source == "heartbeat", 10)
+            await graph.metrics_until("controller", none_stale, within_s=10)
+            assert CLOCK.monotonic_s() - resumed_at_s < 10
+            samples = await graph.metrics("router")
+            values = (samples["poa_router_router_temperature"], samples["poa_router_overlap_weight"])
+            assert values == (0.5, 0.75)
+            asked = len(results)
+            await eventually(lambda: len(results) > asked + 20)
+        assert [result.error for result in results if not result.ok] == []
+        assert {event.outcome for event in graph.ended()} == {Outcome.OK}
+
+
+def stale_flags(samples: dict[str, float]) -> set[float]:
+    """Return the flags of all workers shown."""
+    return {value for name, value in samples.items() if name.startswith("poa_worker_stale")}
+
+
+def all_stale(samples: dict[str, float]) -> bool:
+    """Tell whether the controller calls every worker stale, and holds."""
+    return stale_flags(samples) == {1} and 'poa_params_applied_total{outcome="held_stale"}' in samples
+
+
+def none_stale(samples: dict[str, float]) -> bool:
+    """Tell whether the controller hears every worker, and the bus."""
+    return stale_flags(samples) == {0} and samples["poa_bus_connected"] == 1
 
 
 POISON: list[tuple[str, bytes]] = [
