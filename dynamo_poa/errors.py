@@ -26,6 +26,24 @@ class ParamsError(PoaError):
         super().__init__(f"{key} = {value!r}: must be {bound}")
 
 
+class GameError(PoaError, ValueError):
+    """Fix the caller: what it gave is no game of `dynamo_poa.games`."""
+
+    def __init__(self, key: str, value: object, bound: str, message: str = "") -> None:
+        self.key, self.value, self.bound = key, value, bound
+        super().__init__(message or f"{key} = {value!r}: must be {bound}")
+
+
+class NotConvexError(GameError):
+    """The same: a worker's k-th request adds less than the one before, so a matching might skip slots."""
+
+    def __init__(self, name: str, worker: int, k: int, added_s: float, least_s: float) -> None:
+        self.worker, self.k = worker, k
+        key, bound = f"{name}[{worker}]", f">= {least_s:.12g} s"
+        what = f"k * {name}[{worker}, k] is not convex at k = {k}: adds {added_s:.12g} s"
+        super().__init__(key, added_s, bound, f"{key}: {what}, must be {bound}")
+
+
 class StartError(PoaError):
     """Give up: a process of the graph did not come up. The message ends with what it said last."""
 

@@ -2,7 +2,7 @@
 
 Owns: pricing one decision (once, when it arrives), the conditions under which there is an estimate, PoA-hat
       per leg and overall.
-Does not own: the arithmetic of the optimum (games/routing.py), the window itself (decisions.py), the
+Does not own: the arithmetic of the optimum (games/frozen.py), the window itself (decisions.py), the
               calibrated estimate (estimator.py), which is never mixed with this one in a series.
 Invariant: an estimate is a finite ratio of costs paid, or absent with a reason; never NaN, and never 1.0
            for want of data. It may fall under 1: see `frozen_cost`.
@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from dynamo_poa.games.routing import FrozenCost, block_cost, frozen_cost
+from dynamo_poa.games.frozen import FrozenCost, block_cost, frozen_cost
 from dynamo_poa.values import Decision, Estimate, Role, WorkerKey
 from dynamo_poa.wire import MAX_CANDIDATES
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynamo_poa.games.routing import block_cost, frozen_cost, slots_per_worker
+from dynamo_poa.games.frozen import block_cost, frozen_cost, slots_per_worker
 
 
 def brute_force(cost, slots):
