@@ -4,8 +4,8 @@ import asyncio
 import itertools
 import multiprocessing
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,27 +16,20 @@ import structlog
 from dynamo_messages import W1, W2, W3, W4, card, cl, envelope, fp, km, st, subject
 from nats_server import NatsServer
 from waiting import eventually
+from wired_controller import CLOCK, wired_controller
 
 from dynamo_poa.bench.replay import Message, RawPublisher, pub_lines
 from dynamo_poa.bus import Bus, Handler
-from dynamo_poa.clock import SystemClock
 from dynamo_poa.config import CommonConfig, ControllerConfig
-from dynamo_poa.controller_process import listen
-from dynamo_poa.decisions import DecisionLog
 from dynamo_poa.fleet import Fleet
-from dynamo_poa.loop import ControlLoop
-from dynamo_poa.params import ParamsPublisher
-from dynamo_poa.policies import make_policy
-from dynamo_poa.telemetry import ControllerMetrics, MetricsServer, TelemetryRecord
-from dynamo_poa.tick import Settings
 from dynamo_poa.values import WorkerKey
 from dynamo_poa.wire import KV_EVENTS, DynamoMessage
 
 pytestmark = pytest.mark.dynamo  # importing the controller's wiring imports Dynamo
 
-CLOCK = SystemClock()
 COMMON = CommonConfig()
 WORKERS = (W1, W2, W3, W4)
+CARDS = [card(worker_id) for worker_id in WORKERS]
 FLOOD_S = 6.0
 TICK_S = 0.5
 BLOCKS = 64  # of a message
@@ -112,55 +105,6 @@ class SmallBus(Bus):
         super().subscribe(subject, handler, pending_messages=1000)
 
 
-class Records:
-    """A sink that keeps every record."""
-
-    def __init__(self) -> None:
-        self.dropped = 0
-        self.records: list[TelemetryRecord] = []
-
-    async def emit(self, record: TelemetryRecord) -> None:
-        self.records.append(record)
-
-
-@asynccontextmanager
-async def controller(url: str, fleet: LateFleet, bus_type: type[Bus]) -> AsyncIterator[tuple[str, Records]]:
-    """Run the control loop on the controller's own wiring; yields its /metrics and what it tells."""
-    config = ControllerConfig(tick_s=TICK_S)
-    decisions = DecisionLog(window=256, ttft_window_s=3.0, stale_s=30.0, block_size=16)
-    records = Records()
-    metrics = ControllerMetrics(lambda: fleet.workers(CLOCK.monotonic_s()))
-    async with bus_type(url, name="main", clock=CLOCK) as bus, bus_type(url, name="c", clock=CLOCK) as caches:
-        listen(bus, caches, COMMON, fleet, decisions, CLOCK)
-        await bus.wait_connected(5)
-        await caches.wait_connected(5)
-        loop = ControlLoop(
-            Settings(
-                namespace=COMMON.namespace,
-                config=config,
-                policy=make_policy(config.policy, (0.0, 1.0)),
-                static=(0.0, 1.0),
-            ),
-            clock=CLOCK,
-            bus=bus,
-            feeds=(caches,),
-            channel=ParamsPublisher(bus, COMMON.namespace, "controller", CLOCK, config.mode),
-            fleet=fleet,
-            decisions=decisions,
-            cards=lambda: [card(worker_id) for worker_id in WORKERS],
-            sinks=(metrics, records),
-        )
-        async with MetricsServer(metrics.registry, 0, lambda: loop.ready) as server:
-            task = asyncio.create_task(loop.run())
-            try:
-                yield f"http://127.0.0.1:{server.port}/metrics", records
-                assert not task.done()
-                assert bus.reconnects == 0
-            finally:
-                task.cancel()
-                await asyncio.gather(task, return_exceptions=True)
-
-
 @contextmanager
 def publishers(url: str) -> Iterator[Any]:
     """Run flood and load reports as processes of their own; yields where the flood says that it is over."""
@@ -198,14 +142,21 @@ async def test_a_flood_of_cache_events_delays_nothing_else(nats_server: NatsServ
     bus_type = SmallBus if overloaded else Bus
     with structlog.testing.capture_logs() as lines:
         async with (
-            controller(nats_server.url, fleet, bus_type) as (metrics_url, told),
+            wired_controller(
+                nats_server.url,
+                COMMON,
+                fleet,
+                CARDS,
+                config=ControllerConfig(tick_s=TICK_S),
+                bus_type=bus_type,
+            ) as (metrics_url, records),
             aiohttp.ClientSession() as client,
         ):
-            await eventually(lambda: told.records)
+            await eventually(lambda: records)
             held_mib = resident_mib()
             with publishers(nats_server.url) as flooded:
                 await eventually(lambda: fleet.received[KV_EVENTS] > 1000, 10)
-                began = len(told.records)
+                began = len(records)
                 scrapes_s = []
                 while not flooded.poll():
                     asked_s = time.perf_counter()
@@ -216,7 +167,7 @@ async def test_a_flood_of_cache_events_delays_nothing_else(nats_server: NatsServ
                 sent, over_s = flooded.recv(), time.monotonic()
                 flooded_to = sent
                 grew_mib = resident_mib() - held_mib
-                ticks = told.records[began:]
+                ticks = records[began:]
                 load_late_s = [s for topic, late in fleet.late_s.items() if topic != KV_EVENTS for s in late]
 
                 publisher = RawPublisher(nats_server.url)
@@ -235,7 +186,7 @@ async def test_a_flood_of_cache_events_delays_nothing_else(nats_server: NatsServ
             assert max(scrapes_s) < 1.0
             assert grew_mib < 250
 
-            dropped = told.records[-1].messages_dropped.get("slow_consumer", 0)
+            dropped = records[-1].messages_dropped.get("slow_consumer", 0)
             await eventually(lambda: fleet.received[KV_EVENTS] + dropped == sent)
             assert (dropped > 0) or not overloaded
             said = [line for line in lines if line["event"] == "poa.bus.dropped"]
