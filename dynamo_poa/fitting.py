@@ -65,6 +65,19 @@ def curve_of(terms: FloatArray) -> Curve:
     return Curve(**dict(zip(Curve.__struct_fields__, terms.tolist(), strict=True)))
 
 
+def slowed(grams: FloatArray, factors: FloatArray) -> FloatArray:
+    """Return grams (..., 7, 7) of the same passes, had each taken `factors` (...) times as long."""
+    scale = np.ones((*factors.shape, TERMS + 1))
+    scale[..., :TERMS] = 1 / factors[..., None]  # beside a longer time the same load is less
+    return grams * scale[..., None] * scale[..., None, :]
+
+
+def levels(grams: FloatArray, terms: FloatArray) -> FloatArray:
+    """Return how many times as long each gram's passes took as a curve says; 1 where it says nothing."""
+    by_curve = grams[..., :TERMS, :TERMS] @ terms @ terms
+    return np.where(by_curve > 0, grams[..., TERMS, :TERMS] @ terms / np.maximum(by_curve, 1e-300), 1.0)
+
+
 class Sums(NamedTuple):
     """Weighted sums over passes.
 
@@ -97,9 +110,7 @@ class Sums(NamedTuple):
 
     def slowed(self, factor: float) -> "Sums":
         """Return the sums of the same passes, had each taken `factor` times as long."""
-        scale = np.full(TERMS + 1, 1 / factor)  # beside a longer time the same load is less
-        scale[TERMS] = 1.0
-        return Sums(self.gram * scale * scale[:, None], self.passes)
+        return Sums(slowed(self.gram, np.array(factor)), self.passes)
 
     @property
     def squares(self) -> FloatArray:
@@ -107,9 +118,8 @@ class Sums(NamedTuple):
         return np.diagonal(self.gram)[:TERMS]
 
     def level(self, terms: FloatArray) -> float:
-        """Return how many times longer the passes took than a curve says; 1 where it says nothing of them."""
-        by_curve = terms @ self.gram[:TERMS, :TERMS] @ terms
-        return float(self.gram[TERMS, :TERMS] @ terms / by_curve) if by_curve > 0 else 1.0
+        """Return how many times as long the passes took as a curve says; 1 where it says nothing of them."""
+        return float(levels(self.gram, terms))
 
     def residual_frac(self, terms: FloatArray) -> float:
         """Return the root mean square of the passes' errors, each as a share of its scale."""
@@ -125,7 +135,7 @@ class Sums(NamedTuple):
         evidence = diagonal * np.where(prior > 0, prior, 1.0) ** 2
         seen = np.flatnonzero(evidence > NOTHING_FRAC * self.passes)
         unit = 1 / np.sqrt(diagonal[seen])
-        root = np.linalg.cholesky(matrix[np.ix_(seen, seen)] * unit * unit[:, None])
+        root = np.linalg.cholesky(matrix[seen][:, seen] * unit * unit[:, None])
         terms[seen] = unit * nnls(root.T, np.linalg.solve(root, unit * target[seen]))[0]
         return terms
 

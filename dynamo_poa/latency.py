@@ -16,7 +16,18 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from dynamo_poa.fitting import MIN_PASS_S, NO_PASSES, TERMS, FloatArray, Sums, curve_of, pressure, rows_of
+from dynamo_poa.fitting import (
+    MIN_PASS_S,
+    NO_PASSES,
+    TERMS,
+    FloatArray,
+    Sums,
+    curve_of,
+    levels,
+    pressure,
+    rows_of,
+    slowed,
+)
 from dynamo_poa.values import Curve, Role, WorkerCard, WorkerKey, WorkerLatency
 from dynamo_poa.wire import ForwardPass
 
@@ -30,9 +41,11 @@ FORGOTTEN_PASSES = 1e-3  # less than this is no evidence
 MAX_PENDING = 4096  # passes of a worker between two fits; a pass takes a millisecond, fits are a second apart
 
 CHANGE_S = 4.0  # passes are of late for so long
-CHANGE_SHARE = 0.75  # when so many of them ...
-CHANGE_FACTOR = 1.25  # ... are off the curve before them by so much, all to the same side ...
-FITTING_FRAC = 0.1  # ... and a curve fitted to all passes errs more on them, there has been a change
+FITTING_FRAC = 0.1  # when a curve fitted to all passes errs more on those of late ...
+CHANGE_SHARE = 0.75  # ... and so many of them ...
+CHANGE_FACTOR = (
+    1.25  # ... are off the curve of those before by so much, all to the same side, they are unlike
+)
 CARRIED_PASSES = 10.0  # what all passes before a change are worth after it
 UNFITTING_FRAC = 0.25  # they are brought to the new speed when a curve fitted to all then errs more on them
 
@@ -105,11 +118,12 @@ class _Worker:
         """
         if min(len(self._late), self._older.passes) < ENOUGH_PASSES:
             return False
+        if np.median(np.abs(np.log(self._late_ratios(self.terms)))) < FITTING_FRAC:
+            return False
         ratios = self._late_ratios(pool.drawn(self._older, self._older.level(pool.terms)))
         change = float(np.median(ratios))
         off = ratios > CHANGE_FACTOR if change > 1 else ratios < 1 / CHANGE_FACTOR
-        fits = np.median(np.abs(np.log(self._late_ratios(self.terms)))) < FITTING_FRAC
-        if np.mean(off) < CHANGE_SHARE or fits:
+        if np.mean(off) < CHANGE_SHARE:
             return False
         self._late_at_s, self._late = self._late_at_s[off], self._late[off]
         late = self._summed(slice(None))
@@ -222,19 +236,20 @@ def _pool_of(members: Sequence[_Worker], before: FloatArray | None) -> _Pool:
     Of an even number the lower middle is the median: of two workers the slower is the one to name.
     """
     terms = np.zeros(TERMS) if before is None else before
-    measured = [worker for worker in members if worker.sums.passes >= ENOUGH_PASSES]
+    grams = np.stack([worker.sums.gram for worker in members])
+    passes = np.array([worker.sums.passes for worker in members])
+    level = np.array([worker.level for worker in members])
+    measured = passes >= ENOUGH_PASSES
+    # A worker's very first pass may be slow for reasons of its own.
+    trust = np.minimum(1.0, passes / ENOUGH_PASSES)
     for _ in range(POOL_ROUNDS):
-        sums = NO_PASSES
-        for worker in members:
-            sums = sums.plus(worker.sums.slowed(1 / worker.level))
+        sums = Sums(slowed(grams, 1 / level).sum(axis=0), float(passes.sum()))
         terms = sums.solved(POOL_RIDGE_FRAC * sums.squares, terms)
-        middle = statistics.median_low(worker.sums.level(terms) for worker in measured or members)
-        for worker in members:
-            # A worker's very first pass may be slow for reasons of its own.
-            trust = min(1.0, worker.sums.passes / ENOUGH_PASSES)
-            worker.level = (worker.sums.level(terms) / middle) ** trust
-    for worker in members:
-        worker.factor = worker.level if worker in measured and len(measured) > 1 else None
+        level = levels(grams, terms)
+        level = (level / statistics.median_low(level[measured] if measured.any() else level)) ** trust
+    comparable = measured & (measured.sum() > 1)
+    for worker, own, compares in zip(members, level.tolist(), comparable.tolist(), strict=True):
+        worker.level, worker.factor = own, own if compares else None
     return _Pool(terms, sums.squares / sums.passes)
 
 
