@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed$(subst /,-,$(CURDIR))
 ARGS ?=
 
-.PHONY: venv demo test test-unit test-integration test-compat lint bench-control
+.PHONY: venv demo test test-unit test-integration test-compat lint bench-control bench-poa
 
 venv: $(STAMP)
 
@@ -36,6 +36,9 @@ lint: $(STAMP)
 
 bench-control: $(STAMP)
 	$(BIN)/python -m dynamo_poa.bench.control $(ARGS)
+
+bench-poa: $(STAMP)
+	$(BIN)/python -m dynamo_poa.bench.sweep $(ARGS)
 
 # The plugin, the controller and the frontend on a later Dynamo, workers on ours. That release's own dependencies
 # need a second index for its mock engine, which is not used here, so it is installed without them.
