@@ -117,7 +117,7 @@ class _PrefillLeg:
         # Beside another request, the shorter of the two delays the longer: together that costs min(p, p').
         for worker in changed:
             joins_s, there = self._by_worker[worker], np.flatnonzero(workers == worker)
-            beside_s = np.minimum.outer(joins_s, joins_s[there]).sum(axis=1)
+            beside_s = np.minimum.outer(joins_s[there], joins_s).sum(axis=0)
             cost_s[:, worker] = self.backlog_s[worker] + joins_s + beside_s
             cost_s[there, worker] -= joins_s[there]  # beside itself
 
@@ -185,12 +185,13 @@ def _marginal(iteration_s: Floats) -> Floats:
     """
     together_s = np.arange(iteration_s.shape[1]) * iteration_s
     added_s = np.diff(together_s, axis=1)
-    falls = added_s[:, 1:] < added_s[:, :-1] - _CONVEX_ROUNDING * np.abs(added_s[:, :-1])
+    most_s = np.maximum.accumulate(added_s, axis=1)
+    falls = added_s < most_s * (1 - _CONVEX_ROUNDING)
     if falls.any():
         worker, index = (int(place) for place in np.argwhere(falls)[0])
-        added, least = float(added_s[worker, index + 1]), float(added_s[worker, index])
-        raise NotConvexError("iteration_s", worker, index + 2, added, least)
-    return np.maximum.accumulate(added_s, axis=1)
+        added, least = float(added_s[worker, index]), float(most_s[worker, index])
+        raise NotConvexError("iteration_s", worker, index + 1, added, least)
+    return most_s
 
 
 def _prefill_leg(processing_s: ArrayLike, backlog_s: ArrayLike) -> _PrefillLeg:

@@ -149,18 +149,19 @@ def _match(cost: Floats, near: Indices) -> Indices:
 
     Padded to a square with requests that cost nothing, every slot is taken once, so that a price on a slot
     adds the same to every matching: the best one stays the best, and the better the prices the sooner it is
-    found. Dear requests go first: cheap ones find their place around them sooner than the reverse.
-    Measured (512 requests, 64 workers, one of them 5x slower): 2 ms, against 70 ms without prices.
+    found. Those who are content with what they have go first, and mostly get it.
+    Measured (512 requests, 64 workers, one of them 5x slower): 4 ms, against 70 ms without prices.
     """
     requests, slots = cost.shape
     prices, _ = _prices(cost, near, _START_PRICE_ROUNDS)
-    order = np.argsort(-cost.min(axis=1), kind="stable")
+    priced = cost + prices
+    order = np.argsort(priced[np.arange(requests), near] - priced.min(axis=1), kind="stable")
     square = np.empty((slots, slots))
-    square[: slots - requests] = prices
-    square[slots - requests :] = cost[order] + prices
+    square[:requests] = priced[order]
+    square[requests:] = prices
     _, columns = linear_sum_assignment(square)
     matched = np.empty(requests, dtype=np.intp)
-    matched[order] = columns[slots - requests :]
+    matched[order] = columns[:requests]
     return matched
 
 
