@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from dynamo_poa.bench import hop, ingest, memory, snapshot, swap, tick
+from dynamo_poa.bench import hop, ingest, latency, memory, snapshot, swap, tick
 from dynamo_poa.bench.report import Figure, Report, table, this_machine
 from dynamo_poa.errors import PoaError
 from dynamo_poa.telemetry import configure_logging
@@ -32,10 +32,11 @@ class Lengths(msgspec.Struct, frozen=True, kw_only=True):
     minutes: float = 10.0
     turns: int = 5
     turn_s: float = 8.0
+    latency_s: int = 80
     snapshots: int = 20
 
 
-QUICK = Lengths(swaps=20, rounds=3, ticks=50, minutes=2.0, turns=2, turn_s=4.0, snapshots=5)
+QUICK = Lengths(swaps=20, rounds=3, ticks=50, minutes=2.0, turns=2, turn_s=4.0, latency_s=55, snapshots=5)
 
 Measurement = Callable[[Lengths, Say], Figure]
 FIGURES: dict[str, Measurement] = {
@@ -43,6 +44,7 @@ FIGURES: dict[str, Measurement] = {
     "tick": lambda lengths, say: tick.measure(lengths.ticks, say),
     "swap": lambda lengths, say: swap.measure(lengths.swaps, say),
     "hop": lambda lengths, say: hop.measure(lengths.turns, lengths.turn_s, say),
+    "latency": lambda lengths, say: latency.measure(lengths.latency_s, say),
     "memory": lambda lengths, say: memory.measure(lengths.minutes, say),
     "snapshot": lambda lengths, say: snapshot.measure(lengths.snapshots, say),
 }
