@@ -25,6 +25,7 @@ from dynamo_poa.values import Candidate, Outcome, Role, RouterParams, WorkerCard
 from dynamo_poa.wire import Chosen, DecisionBatch, Ended, FirstToken
 
 STATIC = (0.2, 0.9)
+SILENT = tuple(WorkerCard(worker_id=worker, role=Role.DECODE, kv_block_size=16) for worker in (1, 2))
 
 
 class FakeBus:
@@ -96,17 +97,30 @@ class Graph:
 
     ttft_s:     called with the requests in flight and the parameters in force
     in_flight:  how many requests clients keep open; each lives `life_s`
+    cards:      workers that say what a test sends for them, in place of two silent ones
     """
 
     def __init__(
-        self, ttft_s, *, stored=None, life_s=1.0, batch_s=0.25, frontend=None, fleet=None, sinks=(), **config
+        self,
+        ttft_s,
+        *,
+        stored=None,
+        life_s=1.0,
+        batch_s=0.25,
+        frontend=None,
+        fleet=None,
+        cards=SILENT,
+        sinks=(),
+        **config,
     ):
         config = {"regime": RegimeConfig(baseline_s=0.1)} | config
         self.config = ControllerConfig(**config)
         self.clock = ManualClock()
         self.bus = FakeBus()
         self.channel = FakeChannel(self.bus, self.clock, stored)
-        self.fleet = fleet or Fleet("poa-workers", self.config.stale_s)
+        book = LatencyBook()
+        self.fleet = fleet or Fleet("poa-workers", self.config.stale_s, on_pass=book.observe)
+        self.pricer = Pricer(self.config.estimate_window_s, book, run=at_once)
         self.recorder = Recorder()
         self.decisions = DecisionLog(
             window=self.config.window,
@@ -126,10 +140,8 @@ class Graph:
             channel=self.channel,
             fleet=self.fleet,
             decisions=self.decisions,
-            pricer=Pricer(self.config.estimate_window_s, LatencyBook(), run=at_once),
-            cards=lambda: [
-                WorkerCard(worker_id=worker, role=Role.DECODE, kv_block_size=16) for worker in (1, 2)
-            ],
+            pricer=self.pricer,
+            cards=lambda: cards,
             frontend=frontend,
             sinks=(*sinks, self.recorder),
         )
