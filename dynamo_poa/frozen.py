@@ -95,22 +95,6 @@ class LegPrice(NamedTuple):
     samples: int
 
 
-class FrozenEstimator:
-    """PoA-hat kept up to date one leg at a time, so that no tick pays for all of them."""
-
-    def __init__(self) -> None:
-        self._legs: dict[Role, LegPrice] = {}
-
-    def advance(self, windows: Mapping[Role, Sequence[PricedDecision]]) -> Estimate:
-        """Price the leg whose turn it is, and any that has not had one; estimate from all."""
-        oldest = next(iter(self._legs), None)
-        for role, window in windows.items():
-            if role is oldest or role not in self._legs:
-                self._legs.pop(role, None)  # to the end: the next to be oldest is another
-                self._legs[role] = price_window(window)
-        return combine({role: self._legs[role] for role in windows})
-
-
 def frozen_estimate(windows: Mapping[Role, Sequence[PricedDecision]]) -> Estimate:
     """Estimate PoA-hat of each leg and of all legs together, at once."""
     return combine({role: price_window(window) for role, window in windows.items()})

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from dynamo_poa.frozen import FrozenEstimator, PricedDecision, frozen_estimate, price
+from dynamo_poa.frozen import PricedDecision, frozen_estimate, price
 from dynamo_poa.values import Candidate, Decision, Role, WorkerKey
 
 W2, W3 = 14370722098883561847, 14370722098883561846  # equal as doubles, case E4
@@ -124,16 +124,3 @@ def test_a_worker_that_left_is_no_candidate_of_later_decisions():
     estimate = frozen_estimate({Role.DECODE: before + after})
     # Fair shares are 2, 4 and 2 slots: the reference puts two of each four on the dear worker.
     assert estimate.poa_hat == 8 / (4 * 1 + 4 * 9)
-
-
-def test_legs_are_priced_in_turn_and_the_estimate_is_that_of_all():
-    """No tick pays for every leg; after a round the estimate is the one made at once."""
-    bad, good = window([[3, 1]] * 8, [0] * 8), window([[1, 3]] * 8, [0] * 8)
-    estimator = FrozenEstimator()
-    first = {Role.PREFILL: good, Role.DECODE: good}
-    assert estimator.advance(first) == frozen_estimate(first)
-    second = {Role.PREFILL: bad, Role.DECODE: bad}
-    assert estimator.advance(second) == frozen_estimate({Role.PREFILL: bad, Role.DECODE: good})
-    assert estimator.advance(second) == frozen_estimate(second)
-    later = {**second, Role.AGGREGATED: good}
-    assert estimator.advance(later) == frozen_estimate(later)
