@@ -5,7 +5,6 @@ Nothing of Dynamo runs in the test process: everything is observed from outside,
 
 import asyncio
 import json
-import math
 import signal
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -14,7 +13,7 @@ from typing import Any
 
 import aiohttp
 import msgspec
-from prometheus_client.parser import text_string_to_metric_families
+from exposition import samples_of
 from waiting import eventually
 
 from dynamo_poa.bench.load import ClosedLoop, LoadClient, Prompt, Result, prompts
@@ -185,18 +184,8 @@ class LiveGraph:
         return carrying()[0]
 
     async def metrics(self, process: str) -> dict[str, float]:
-        """Return one of our processes' samples, named as in the exposition: `name{label="value"}`.
-
-        Every sample of every scrape must be finite (reports.md 0.4).
-        """
-        text = await self.get(self.running.metrics_urls[process])
-        samples = {}
-        for family in text_string_to_metric_families(text):
-            for sample in family.samples:
-                labels = ",".join(f'{name}="{value}"' for name, value in sorted(sample.labels.items()))
-                samples[sample.name + (f"{{{labels}}}" if labels else "")] = sample.value
-                assert math.isfinite(sample.value), sample
-        return samples
+        """Return one of our processes' samples, each of which must be finite."""
+        return samples_of(await self.get(self.running.metrics_urls[process]))
 
     async def metrics_until(
         self, process: str, holds: Callable[[dict[str, float]], bool], within_s: float = 5.0
