@@ -43,9 +43,7 @@ MAX_PENDING = 4096  # passes of a worker between two fits; a pass takes a millis
 CHANGE_S = 4.0  # passes are of late for so long
 FITTING_FRAC = 0.1  # when a curve fitted to all passes errs more on those of late ...
 CHANGE_SHARE = 0.75  # ... and so many of them ...
-CHANGE_FACTOR = (
-    1.25  # ... are off the curve of those before by so much, all to the same side, they are unlike
-)
+CHANGE_FACTOR = 1.25  # ... are off the curve of those before by so much to one side, there is a change
 CARRIED_PASSES = 10.0  # what all passes before a change are worth after it
 UNFITTING_FRAC = 0.25  # they are brought to the new speed when a curve fitted to all then errs more on them
 
