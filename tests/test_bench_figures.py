@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from dynamo_poa.bench import hop, ingest, memory, swap, tick
+from dynamo_poa.bench import hop, ingest, memory, observe, swap, tick
 from dynamo_poa.bench.hop import Comparison, Turn
 from dynamo_poa.bench.load import Result
 from dynamo_poa.bench.processes import MachineTime, busy_frac
@@ -194,3 +194,11 @@ def test_a_hop_with_failed_requests_is_void():
     """Requests that fail fast look like throughput."""
     with pytest.raises(MeasurementError, match="8 requests failed"):
         hop.figure(comparisons(short=[turn(1000, 2.6, failed=2)]))
+
+
+def test_watching_is_void_without_the_load_it_is_about():
+    """10 % of a core at 100 requests a second; at half of that it would say nothing."""
+    assert observe.figure(0.08, 99.0, []).reached is True
+    assert observe.figure(0.11, 99.0, []).reached is False
+    with pytest.raises(MeasurementError, match="load = 50 requests/s: must be >= 90 to tell"):
+        observe.figure(0.05, 50.0, [])

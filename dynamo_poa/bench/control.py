@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from dynamo_poa.bench import hop, ingest, latency, memory, snapshot, swap, tick
+from dynamo_poa.bench import hop, ingest, latency, memory, observe, snapshot, swap, tick
 from dynamo_poa.bench.report import Figure, Report, table, this_machine
 from dynamo_poa.errors import PoaError
 from dynamo_poa.telemetry import configure_logging
@@ -33,10 +33,13 @@ class Lengths(msgspec.Struct, frozen=True, kw_only=True):
     turns: int = 5
     turn_s: float = 8.0
     latency_s: int = 80
+    observe_s: float = 60.0
     snapshots: int = 20
 
 
-QUICK = Lengths(swaps=20, rounds=3, ticks=50, minutes=2.0, turns=2, turn_s=4.0, latency_s=55, snapshots=5)
+QUICK = Lengths(
+    observe_s=20.0, swaps=20, rounds=3, ticks=50, minutes=2.0, turns=2, turn_s=4.0, latency_s=55, snapshots=5
+)
 
 Measurement = Callable[[Lengths, Say], Figure]
 FIGURES: dict[str, Measurement] = {
@@ -45,6 +48,7 @@ FIGURES: dict[str, Measurement] = {
     "swap": lambda lengths, say: swap.measure(lengths.swaps, say),
     "hop": lambda lengths, say: hop.measure(lengths.turns, lengths.turn_s, say),
     "latency": lambda lengths, say: latency.measure(lengths.latency_s, say),
+    "observe": lambda lengths, say: observe.measure(lengths.observe_s, say),
     "memory": lambda lengths, say: memory.measure(lengths.minutes, say),
     "snapshot": lambda lengths, say: snapshot.measure(lengths.snapshots, say),
 }
