@@ -12,7 +12,7 @@ from dynamo_poa.bench.report import Figure, MeasurementError, Report, plain, thi
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["--only", "swap,speed"], "--only speed: must be some of ingest, tick, swap, hop, latency, observe, memory"),
+        (["--only", "swap,speed"], "--only speed: must be some of ingest, tick, swap"),
         (["--minutes", "0"], "--minutes 0: must be > 0 and <= 1440"),
         (["--json", "/nowhere/figures.json"], "--json /nowhere/figures.json: its folder must exist"),
     ],
