@@ -144,9 +144,8 @@ class DecisionLog:
             else:
                 refused_at_door = event.outcome is Outcome.SHED and event.request_id not in self.flight
                 arrived += refused_at_door
-                shed += event.outcome is Outcome.SHED
                 self.outcomes[event.role, event.outcome] += 1
-                self.flight.ended(event, at_s)
+                shed += self.flight.ended(event, at_s)
         if arrived or shed:
             self._arrivals.append((at_s, arrived, shed))
         if not batch.events:

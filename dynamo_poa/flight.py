@@ -71,9 +71,10 @@ class Request:
 
     received_at_s:   when its earliest known leg reached a router, on the router's clock
     prefilled_at_s:  when its prefill leg gave its first token; None before, and where there is no such leg
+    refused:         by Dynamo, on one leg
     """
 
-    __slots__ = ("answered", "has_prefill", "legs", "prefilled_at_s", "received_at_s")
+    __slots__ = ("answered", "has_prefill", "legs", "prefilled_at_s", "received_at_s", "refused")
 
     def __init__(self, received_at_s: float) -> None:
         self.received_at_s = received_at_s
@@ -81,6 +82,7 @@ class Request:
         self.answered = False
         self.has_prefill = False
         self.prefilled_at_s: float | None = None
+        self.refused = False
 
 
 class Flight:
@@ -155,21 +157,31 @@ class Flight:
             request.prefilled_at_s = at_s
         return request
 
-    def ended(self, event: wire.Ended, at_s: float) -> None:
-        """Note the end of a leg; an unknown request's is none of ours."""
+    def ended(self, event: wire.Ended, at_s: float) -> bool:
+        """Note the end of a leg; tell whether its request was refused by it, and not with another leg before.
+
+        The decode leg of a refused prefill leg comes all the same, and ends as refused, too.
+        """
         request = self._requests.get(event.request_id)
+        refused = event.outcome is Outcome.SHED
         if request is None:
-            return
+            if refused and event.role not in self._answering and len(self._requests) < self._max_requests:
+                request = self._requests[event.request_id] = Request(event.at_s)
+                request.refused = True
+                self._lingering[event.request_id] = at_s
+            return refused
+        first = refused and not request.refused
+        request.refused |= refused
         self._end_leg(event.request_id, request, event.role)
         if request.legs:
             if event.role in self._answering:
                 # Measured: a prefill leg may outlive its request; the caller does not wait for it.
                 self._lingering[event.request_id] = at_s
-            return
-        if event.role in self._answering or request.answered or event.outcome is not Outcome.OK:
+        elif event.role in self._answering or request.answered or event.outcome is not Outcome.OK:
             self._forget(event.request_id)
         else:
             self._lingering[event.request_id] = at_s
+        return first
 
     def end_legs(self, router_id: str, role: Role) -> None:
         """End all of a router's legs of one role: it is gone, or says that it has none."""

@@ -18,7 +18,7 @@ import msgspec
 import structlog
 
 from dynamo_poa.clock import Clock
-from dynamo_poa.errors import BusError, PoaError
+from dynamo_poa.errors import BusError, PoaError, RequestShed
 from dynamo_poa.wire import Handover, subject
 
 log = structlog.get_logger(__name__)
@@ -34,6 +34,7 @@ class HandoverFailed(PoaError):
 @dataclass(slots=True)
 class _Meeting:
     note: Handover | None = None
+    refused: bool = False
     taken: bool = False
     version: int = 0
     waiters: list["asyncio.Future[None]"] = field(default_factory=list)
@@ -59,18 +60,30 @@ class Handovers:
         if meeting.version and meeting.note == (note if note.bootstrap_host else None):
             return
         meeting.note = note if note.bootstrap_host else None
+        meeting.refused = note.refused
         meeting.version += 1
         for waiter in meeting.waiters:
             if not waiter.done():
                 waiter.set_result(None)
         meeting.waiters.clear()
 
-    def fail(self, request_id: str) -> None:
-        """Say that the prefill leg failed for good; nothing, when nobody can be waiting for it."""
-        if self._publish is None and request_id not in self._meetings:
+    def fail(self, request_id: str, *, expected: bool = False, refused: bool = False) -> None:
+        """Say that the prefill leg failed for good; nothing, when nobody can be waiting for it.
+
+        Args:     expected: the decode leg may still come: the prefill leg failed before it was announced.
+                  refused: Dynamo would not take it, so the decode leg is refused with it.
+        """
+        if self._publish is None and request_id not in self._meetings and not expected:
             return
         self.announce(
-            Handover(request_id=request_id, worker_id=0, dp_rank=0, bootstrap_host="", bootstrap_port=0)
+            Handover(
+                request_id=request_id,
+                worker_id=0,
+                dp_rank=0,
+                bootstrap_host="",
+                bootstrap_port=0,
+                refused=refused,
+            )
         )
 
     def forget(self, request_id: str) -> None:
@@ -80,7 +93,9 @@ class Handovers:
     async def wait(self, request_id: str, *, after: int = 0) -> tuple[Handover, int]:
         """Wait for a note newer than version `after`; return it with its version.
 
-        Raises:  HandoverFailed when the prefill leg failed. The caller sets the time limit.
+        The caller sets the time limit.
+
+        Raises:  HandoverFailed when the prefill leg failed, RequestShed when it was refused.
         """
         meeting = self._meeting(request_id)
         meeting.taken = True
@@ -88,6 +103,8 @@ class Handovers:
             waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             meeting.waiters.append(waiter)
             await waiter
+        if meeting.note is None and meeting.refused:
+            raise RequestShed(f"{request_id}: its prefill leg was refused")
         if meeting.note is None:
             raise HandoverFailed(request_id)
         return meeting.note, meeting.version

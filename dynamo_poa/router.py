@@ -259,6 +259,7 @@ class Leg:
         )
         _address(trip.request, note)
         trip.handover.announce(note)
+        trip.announced = True
 
     async def _send_decode(
         self, trip: "_Trip", worker: WorkerKey, context: Any
@@ -292,12 +293,13 @@ class Leg:
 class _Trip:
     """One leg of one request: its booking and what has been reported of it."""
 
-    __slots__ = ("_booking", "_leg", "_received_at_s", "handover", "request", "request_id")
+    __slots__ = ("_booking", "_leg", "_received_at_s", "announced", "handover", "request", "request_id")
 
     def __init__(self, leg: Leg, request: dict[str, Any], request_id: str) -> None:
         self._leg, self.request, self.request_id = leg, request, request_id
         self._received_at_s = leg._clock.wall_s()
         self._booking: str | None = None
+        self.announced = False  # to the decode leg
         self.handover = leg._handovers if request.get("bootstrap_info") else None
         leg._stats.in_flight[leg._role] += 1
 
@@ -377,7 +379,9 @@ class _Trip:
             if leg._role is Role.DECODE:
                 self.handover.forget(self.request_id)
             elif outcome is not Outcome.OK:
-                self.handover.fail(self.request_id)
+                refused = outcome is Outcome.SHED
+                gone = outcome is Outcome.CANCELLED
+                self.handover.fail(self.request_id, expected=not (self.announced or gone), refused=refused)
         leg._stats.in_flight[leg._role] -= 1
         leg._stats.ended[leg._role, outcome] += 1
         leg._events.add(

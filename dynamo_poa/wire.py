@@ -99,7 +99,7 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
 class Handover(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Router to routers, on `poa.<namespace>.handover.<router_id>`: where the prefill leg of a request went.
 
-    An empty host says that the prefill leg failed.
+    An empty host says that the prefill leg failed; `refused` that Dynamo would not take it.
     """
 
     version: int = VERSION
@@ -108,6 +108,7 @@ class Handover(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     dp_rank: int
     bootstrap_host: str
     bootstrap_port: int
+    refused: bool = False
 
 
 class Cards(msgspec.Struct, frozen=True, kw_only=True):

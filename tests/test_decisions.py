@@ -130,6 +130,19 @@ def test_refused_requests_count_as_arrivals_and_never_as_ttft(decisions):
     assert decisions.outcomes == {(D, Outcome.SHED): 1}
 
 
+@pytest.mark.parametrize("decode_first", [False, True])
+def test_a_request_refused_on_its_prefill_leg_counts_once(decisions, decode_first):
+    """S8, measured: the decode leg comes all the same, before or after, and ends as refused with it."""
+    router = Router()
+    decisions.apply(router.batch(), 0.0)
+    refused, begun = ended("a", role=P, outcome=Outcome.SHED), chosen("a")
+    decisions.apply(router.batch(*((begun, refused) if decode_first else (refused, begun))), 1.0)
+    decisions.apply(router.batch(ended("a", outcome=Outcome.SHED), chosen("b")), 2.0)
+    assert decisions.traffic(2.0) == Traffic(in_flight=1, arrival_rate=1.0, shed_frac=0.5)
+    assert decisions.take_ttft().samples == 0
+    assert decisions.outcomes == {(P, Outcome.SHED): 1, (D, Outcome.SHED): 1}
+
+
 def test_a_request_shed_after_it_was_chosen_arrived_once(decisions):
     """Its decision already counted it."""
     router = Router()

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from dynamo_poa.clock import ManualClock, SystemClock
-from dynamo_poa.errors import BusError
+from dynamo_poa.errors import BusError, RequestShed
 from dynamo_poa.handover import KEEP, HandoverChannel, HandoverFailed, Handovers
 from dynamo_poa.wire import Handover
 
@@ -113,3 +113,28 @@ async def test_a_failure_after_the_decode_leg_has_ended_leaves_nothing_behind() 
     handovers.forget("r")
     handovers.fail("r")
     assert len(handovers) == 0
+
+
+async def test_a_prefill_leg_that_fails_before_its_decode_leg_comes_is_not_waited_for() -> None:
+    """Measured: a prefill leg that is refused at once is over before the decode leg arrives, 10 ms apart."""
+    handovers = Handovers()
+    handovers.fail("failed", expected=True)
+    handovers.fail("refused", expected=True, refused=True)
+    with pytest.raises(HandoverFailed):
+        await handovers.wait("failed")
+    with pytest.raises(RequestShed, match="refused: its prefill leg was refused"):
+        await handovers.wait("refused")
+    handovers.forget("failed")
+    handovers.forget("refused")
+    handovers.fail("failed")  # its decode leg is over: nobody will come
+    assert len(handovers) == 0
+
+
+async def test_a_refusal_crosses_over_to_another_router() -> None:
+    """The legs of a request may be with different routers; the decode leg's then is a refusal as well."""
+    sent: list[Handover] = []
+    Handovers(sent.append).fail("r", refused=True)
+    others = Handovers()
+    others.accept(msgspec.msgpack.decode(msgspec.msgpack.encode(sent[0]), type=Handover))
+    with pytest.raises(RequestShed):
+        await others.wait("r")

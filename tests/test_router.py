@@ -406,6 +406,24 @@ async def test_a_failed_prefill_leg_fails_the_decode_leg_at_once() -> None:
     assert decode.pool.open_bookings() == []
 
 
+async def test_a_refused_prefill_leg_refuses_the_decode_leg_that_comes_after_it() -> None:
+    """S8, measured: Dynamo refuses at once, and the decode leg of the request arrives milliseconds later."""
+    handovers = Handovers()
+    prefill, decode = Bench(Role.PREFILL, handovers), Bench(Role.DECODE, handovers)
+
+    async def shed(*_: Any) -> Any:
+        raise RequestShed("queue limit")
+
+    prefill.pool.book = shed  # type: ignore[method-assign]
+    with pytest.raises(RequestShed):
+        await anext(prefill.generate(bootstrap_info={**BOOTSTRAP}))
+    with pytest.raises(RequestShed):
+        await asyncio.wait_for(anext(decode.generate(bootstrap_info={**BOOTSTRAP})), 1.0)
+    assert decode.outcome() is Outcome.SHED
+    assert decode.pool.open_bookings() == []
+    assert len(handovers) == 0
+
+
 async def test_the_decode_leg_keeps_dynamos_preset() -> None:
     """Dynamo's own decode override stays; only τ is ours."""
     bench = Bench(Role.DECODE)
