@@ -93,6 +93,19 @@ def test_a_decision_without_candidates_is_cached_only_where_it_went():
     assert priced.observed_s == priced.optimal_s == pytest.approx(0.046)
 
 
+def test_a_prompt_computes_no_more_tokens_than_it_has():
+    """Seen live: 1024 uncached tokens of a prompt of 512, as another was booked while loads were asked for."""
+    known = Uncached((W[0], W[1]), np.array([200.0, 10.0]))
+    snapshot = take_snapshot(
+        Role.PREFILL,
+        0.0,
+        [waiting("a", W[0], 100, uncached=known)],
+        latencies(Role.PREFILL, PREFILL, PREFILL),
+        {},
+    )
+    assert snapshot.prefill.tokens.tolist() == [[100.0, 10.0]]
+
+
 def test_a_fully_cached_prompt_still_computes_a_token():
     """Its time is never zero: a ratio of nothing is not an estimate."""
     snapshot = take_snapshot(
