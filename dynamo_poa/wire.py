@@ -502,4 +502,7 @@ def decode_cards(data: bytes) -> Cards:
             raise WireError("impossible_value", f"worker_id = {card.worker_id}: must be in [0, {MAX_U64}]")
         if not 1 <= card.data_parallel_size <= MAX_RANKS or card.data_parallel_start_rank < 0:
             raise WireError("impossible_value", f"worker {card.worker_id}: no such data-parallel ranks")
+        sizes = (card.kv_block_size, card.total_kv_blocks, card.max_num_seqs, card.max_num_batched_tokens)
+        if any(size is not None and size < 1 for size in sizes):
+            raise WireError("impossible_value", f"worker {card.worker_id}: sizes {sizes} must be >= 1")
     return message

@@ -129,6 +129,9 @@ def test_a_field_we_do_not_know_is_ignored() -> None:
         (message(card={"data_parallel_size": 4097}), "impossible_value"),
         (message(card={"data_parallel_size": 0}), "impossible_value"),
         (message(card={"data_parallel_start_rank": -1}), "impossible_value"),
+        (message(card={"kv_block_size": 0}), "impossible_value"),
+        (message(card={"total_kv_blocks": 0}), "impossible_value"),
+        (message(card={"max_num_seqs": -1}), "impossible_value"),
     ],
 )
 def test_cards_that_cannot_be_taken_have_a_reason(data: bytes, reason: str) -> None:
