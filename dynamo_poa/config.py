@@ -221,6 +221,12 @@ class RouterConfig(Section, frozen=True, kw_only=True):
         Literal["overlap_score_credit", "prefill_load_scale"], Knob("which Dynamo override ω becomes")
     ] = "overlap_score_credit"
     replica_sync: Annotated[bool, Knob("Dynamo's own synchronisation of router replicas")] = False
+    policy_config: Annotated[
+        str,
+        Knob(
+            "Dynamo's router policy file: when requests wait in its router, and how many before it refuses more; empty: never [dynamo]"
+        ),
+    ] = ""
     candidates_per_s: Annotated[
         float,
         Knob(

@@ -224,6 +224,7 @@ class WorkerPool:
             # decode workers publish no KV events, and overlap does not count there
             use_kv_events=role is not Role.DECODE,
             router_replica_sync=config.replica_sync,
+            router_policy_config=config.policy_config or None,
         )
         router = KvRouter(endpoint, common.block_size, settings)
         return cls(router, await endpoint.client(), role, common.block_size)

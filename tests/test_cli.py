@@ -14,6 +14,7 @@ from nats_server import NatsServer
 from dynamo_poa import __version__
 from dynamo_poa.bus import Bus
 from dynamo_poa.clock import SystemClock
+from dynamo_poa.config import RouterConfig
 from dynamo_poa.errors import ConfigError
 from dynamo_poa.serve.cli import dynamo_main
 from dynamo_poa.serve.mock_model import ensure_mock_model
@@ -233,6 +234,18 @@ def test_a_model_directory_with_a_tokenizer_will_do(tmp_path: Path) -> None:
     plan = make_plan(f"{PLAIN}:Frontend", overrides=["Common.model_path=mine", "Frontend.http_port=0"])
     (worker,) = [process for process in plan.processes if process.name == "worker-0"]
     assert worker.argv[worker.argv.index("--model-path") + 1] == str(tmp_path / "mine")
+
+
+def test_dynamos_router_policy_file_must_be_there(tmp_path: Path) -> None:
+    """Routers read it when they start: found missing before that, and made absolute."""
+    overrides = ["Frontend.http_port=0", "PoaRouter.policy_config=policy.yaml"]
+    with pytest.raises(ConfigError) as caught:
+        make_plan("graphs.disagg_poa:Frontend", overrides=overrides)
+    assert caught.value.problems == ("PoaRouter.policy_config = 'policy.yaml': no such file",)
+    (tmp_path / "policy.yaml").write_text("")
+    router = make_plan("graphs.disagg_poa:Frontend", overrides=overrides).sections["PoaRouter"]
+    assert isinstance(router, RouterConfig)
+    assert router.policy_config == str(tmp_path / "policy.yaml")
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import urllib.error
 import urllib.request
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from dynamo_poa.bus import Bus
@@ -33,6 +34,10 @@ def site_problems(configuration: Configuration) -> list[str]:
     for name, section in configuration.sections.items():
         if isinstance(section, CommonConfig):
             problems += [*_nats_problems(section), *_discovery_problems(section), *_model_problems(section)]
+        if isinstance(section, RouterConfig) and section.policy_config:
+            path = Path(section.policy_config).expanduser()
+            if not path.is_file():
+                problems.append(f"{name}.policy_config = {section.policy_config!r}: no such file")
         if isinstance(section, WorkerConfig):
             package = _ENGINE_PACKAGES.get(section.engine)
             if package and importlib.util.find_spec(package) is None:

@@ -208,7 +208,8 @@ def _fill_in(
     for name, section in sections.items():
         if isinstance(section, RouterConfig):
             first = section.metrics_port or ports(section.replicas)
-            sections[name] = msgspec.structs.replace(section, metrics_port=first)
+            policy = section.policy_config and str(Path(section.policy_config).expanduser().resolve())
+            sections[name] = msgspec.structs.replace(section, metrics_port=first, policy_config=policy)
         if isinstance(section, ControllerConfig):
             sections[name] = msgspec.structs.replace(
                 section,
