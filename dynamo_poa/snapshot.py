@@ -247,8 +247,8 @@ def _prefill_game(
                 found = [(i, place[key]) for i, key in enumerate(request.uncached.workers) if key in place]
                 pairs = np.array(found, dtype=np.intp).reshape(-1, 2)
                 known = columns[id(request.uncached.workers)] = (pairs[:, 0], pairs[:, 1])
-            # Measured: loads with and without the prompt are asked for one after the other, so that a candidate
-            # may carry the tokens of a request that was booked in between.
+            # Measured: loads with and without the prompt are asked for one after the other, so that a
+            # candidate may carry the tokens of a request that was booked in between.
             uncached = np.minimum(request.uncached.tokens[known[0]], request.prompt_tokens)
             tokens[row, known[1]] = uncached
     base_s = np.array([latency.curve.prefill_base_s for latency in of_pool])

@@ -94,7 +94,7 @@ def test_a_decision_without_candidates_is_cached_only_where_it_went():
 
 
 def test_a_prompt_computes_no_more_tokens_than_it_has():
-    """Seen live: 1024 uncached tokens of a prompt of 512, as another was booked while loads were asked for."""
+    """Seen live: 1024 uncached tokens of 512, as another prompt was booked while loads were asked for."""
     known = Uncached((W[0], W[1]), np.array([200.0, 10.0]))
     snapshot = take_snapshot(
         Role.PREFILL,
