@@ -315,6 +315,41 @@ class RegimeConfig(Section, frozen=True, kw_only=True):
         float,
         Knob("or that it was not needed for so long; doubled after each relapse", "s", above=0, high=86_400),
     ] = 300.0
+    queue_saturated: Annotated[
+        float,
+        Knob(
+            "work queued in a pool's engines that begins `saturated`; one unit is the effective service time of a request over the pool's workers [theory: M/G/1; measured: bench `detection`]",
+            "units",
+            low=1,
+            high=1000,
+        ),
+    ] = 20.0
+    queue_transition: Annotated[
+        float,
+        Knob(
+            "moving average of it that begins `transition`: what queues at about 95 % of capacity [measured]",
+            "units",
+            low=0.5,
+            high=1000,
+        ),
+    ] = 5.0
+    queue_half_life_s: Annotated[float, Knob("of that moving average", "s", above=0, high=600)] = 7.0
+    kv_frac: Annotated[
+        float, Knob("share of a pool's KV blocks in use that is near full", low=0.1, high=1)
+    ] = 0.9
+    slots_frac: Annotated[
+        float, Knob("share of a pool's `max_num_seqs` that is full when requests wait", low=0.1, high=1)
+    ] = 0.95
+    iteration_factor: Annotated[
+        float,
+        Knob("decode iteration time over its unloaded value that begins `transition`", above=1, high=1000),
+    ] = 4.0
+    pool_confirm_s: Annotated[
+        float, Knob("a queue must stay over its threshold for so long: two ticks", "s", low=0, high=600)
+    ] = 0.25
+    pool_release_s: Annotated[
+        float, Knob("a pool's resources must rest for so long before it is released", "s", low=0, high=600)
+    ] = 3.0
     baseline_s: Annotated[
         float | None, Knob("a fixed baseline TTFT P99 instead of a learned one", "s", above=0, high=3600)
     ] = None
@@ -322,9 +357,10 @@ class RegimeConfig(Section, frozen=True, kw_only=True):
     @classmethod
     def broken_rules(cls, good: Mapping[str, Any], path: str) -> Iterator[str]:
         """Yield whether the thresholds are out of order."""
-        theta1, theta2 = good.get("theta1"), good.get("theta2")
-        if theta1 is not None and theta2 is not None and theta2 <= theta1:
-            yield f"{path}.theta2 = {theta2:g}: must be > {path}.theta1 = {theta1:g}"
+        for low, high in (("theta1", "theta2"), ("queue_transition", "queue_saturated")):
+            lower, higher = good.get(low), good.get(high)
+            if lower is not None and higher is not None and higher <= lower:
+                yield f"{path}.{high} = {higher:g}: must be > {path}.{low} = {lower:g}"
 
 
 _PAIR = Knob(

@@ -9,28 +9,50 @@ Invariant: `step` is pure. It compares what should be in force with what is and 
 Source: architecture, The control loop; contracts RouterParams and Modes.
 """
 
+from collections.abc import Mapping
+
 import msgspec
 
+from dynamo_poa import pressure
+from dynamo_poa.baseline import Baseline
 from dynamo_poa.config import ControllerConfig
 from dynamo_poa.demand import Load
+from dynamo_poa.evidence import Demand, PoolReading, read_pools
+from dynamo_poa.pressure import PressureState, next_pressure
 from dynamo_poa.regime import RegimeSignal, RegimeState, Verdict, next_regime, unseen
-from dynamo_poa.report import params_event, regime_event, telemetry_record
-from dynamo_poa.tick import Choice, ControllerState, Effects, Observation, Settings
-from dynamo_poa.values import MAX_REVISION, Applied, CacheSignal, Mode, ParamsKind, Pin, RouterParams
+from dynamo_poa.report import hot_events, params_event, regime_event, telemetry_record
+from dynamo_poa.tick import Choice, ControllerState, Effects, Observation, Settings, Watched
+from dynamo_poa.trend import Trend, next_trend
+from dynamo_poa.values import (
+    MAX_REVISION,
+    Applied,
+    CacheSignal,
+    Mode,
+    ParamsKind,
+    Pin,
+    PoolRegime,
+    Regime,
+    Role,
+    RouterParams,
+)
 
 _BY_HAND = (ParamsKind.PIN, ParamsKind.EXTERNAL)
+
+REFRESH_S = 60.0  # a record so old is written anew when ...
+REFRESH_FRAC = 0.1  # ... a baseline in it is off by so much
 
 
 def take_over(stored: RouterParams | None) -> ControllerState:
     """Return the first state, continuing from the record a predecessor left.
 
-    Its regime and baseline are taken over, so nothing moves until there is evidence (I6). An operator's
+    Its regime and baselines are taken over, so nothing moves until there is evidence (I6). An operator's
     parameters are kept until the regime next changes: how long a pin was to last is not stored.
     """
     if stored is None:
         return ControllerState()
     return ControllerState(
         regime=RegimeState(regime=stored.regime, baseline_s=stored.baseline_s),
+        pressure=PressureState(iteration=Baseline(value_s=stored.iteration_baseline_s)),
         kept=stored.kind in _BY_HAND,
     )
 
@@ -54,11 +76,17 @@ def step(state: ControllerState, seen: Observation, settings: Settings) -> tuple
     regime and the policy's parameters are held; an operator's word still counts.
     """
     stale = _stale_reason(seen, settings.config)
+    readings: dict[Role, PoolReading] = {}
+    pools: dict[Role, PoolRegime] = {}
+    trend = Trend()
     if stale:
         regime = unseen(state.regime, seen.monotonic_s)
+        state = msgspec.structs.replace(state, pressure=pressure.unseen(state.pressure))
         verdict = Verdict(hold=Applied.HELD_STALE, reason=stale)
     else:
-        regime, verdict = next_regime(state.regime, _signal(seen), settings.config.regime)
+        readings = read_pools(seen.workers, seen.latencies, _demand(seen))
+        state, pools, trend = _watch(state, seen, settings.config, readings)
+        regime, verdict = next_regime(state.regime, _signal(seen, pools, trend), settings.config.regime)
     changed = regime.regime is not state.regime.regime
     pin, ended = state.pin, state.ended
     if pin is not None and pin.until_s is not None and seen.monotonic_s >= pin.until_s:
@@ -78,15 +106,18 @@ def step(state: ControllerState, seen: Observation, settings: Settings) -> tuple
     publish = _difference(state, seen, settings, choice)
     if publish is not None:
         state = msgspec.structs.replace(state, kept=state.pin is None and publish.kind in _BY_HAND)
-    applied = _outcome(publish, choice, wanted, verdict)
+    changes = publish is not None and (seen.current is None or publish.revision != seen.current.revision)
+    applied = _outcome(choice, wanted, verdict, published=changes)
     unpublished = Choice(settings.static, ParamsKind.STATIC, "nothing published yet")
     in_force = publish or seen.current or _record(0, unpublished, state, seen, settings)
-    events = []
+    events = hot_events(state.pressure.changes)
     if changed:
         events.append(regime_event(before, state, verdict, settings))
-    state, told = params_event(state, seen.current, publish, choice, wanted, applied)
+    told_of = publish if changes else None  # a record that only carries newer baselines is no change
+    state, told = params_event(state, seen.current, told_of, choice, wanted, applied)
     events += told
-    record = telemetry_record(state, seen, settings, verdict, in_force, wanted, applied)
+    watched = Watched(readings=readings, pools=pools, trend=trend)
+    record = telemetry_record(state, seen, settings, verdict, in_force, wanted, applied, watched)
     return state, Effects(publish=publish, events=tuple(events), record=record)
 
 
@@ -100,7 +131,36 @@ def _stale_reason(seen: Observation, config: ControllerConfig) -> str:
     return ""
 
 
-def _signal(seen: Observation) -> RegimeSignal:
+def _demand(seen: Observation) -> Demand:
+    traffic = seen.traffic
+    return Demand(
+        arrival_rate=traffic.arrival_rate,
+        tokens_mean=traffic.tokens_mean,
+        tokens_effective=traffic.tokens_effective,
+    )
+
+
+def _watch(
+    state: ControllerState, seen: Observation, config: ControllerConfig, readings: Mapping[Role, PoolReading]
+) -> tuple[ControllerState, dict[Role, PoolRegime], Trend]:
+    """Take in what the workers say of themselves, and which way PoA-hat and latency go."""
+    at_s = seen.monotonic_s
+    state_of_pools, pools = next_pressure(
+        state.pressure, readings, at_s, config.regime, expire_s=config.stale_s
+    )
+    traffic = seen.traffic
+    load = traffic.in_flight if traffic.arrival_rate is None else traffic.arrival_rate
+    trend_state, trend = next_trend(
+        state.trend,
+        at_s,
+        poa_hat=seen.estimate.poa_hat,
+        p50_s=seen.ttft.p50_s if seen.ttft.fresh else None,
+        load=load,
+    )
+    return msgspec.structs.replace(state, pressure=state_of_pools, trend=trend_state), pools, trend
+
+
+def _signal(seen: Observation, pools: Mapping[Role, PoolRegime], trend: Trend) -> RegimeSignal:
     return RegimeSignal(
         at_s=seen.monotonic_s,
         p99_s=seen.ttft.p99_s,
@@ -109,6 +169,8 @@ def _signal(seen: Observation) -> RegimeSignal:
         load=Load(seen.traffic.in_flight, seen.traffic.arrival_rate),
         shed_frac=seen.traffic.shed_frac,
         workers=sum(pool.workers for pool in seen.pools.values()),
+        pools=pools,
+        corroborated=trend.rising,
     )
 
 
@@ -172,7 +234,7 @@ def _difference(
         same_values = (current.router_temperature, current.overlap_weight) == choice.values
         same_regime = current.regime is state.regime.regime or choice.kind is not ParamsKind.POLICY
         if same_values and current.kind is choice.kind and same_regime:
-            return None
+            return _refreshed(current, state, seen)
     known = [router.revision for router in seen.routers]
     if current is not None:
         known.append(current.revision)
@@ -182,6 +244,29 @@ def _difference(
     # is known, and routers that hold it take our word when its lease is over.
     followed = [revision for revision in known if revision < MAX_REVISION]
     return _record(max(followed, default=0) + 1, choice, state, seen, settings)
+
+
+def _refreshed(current: RouterParams, state: ControllerState, seen: Observation) -> RouterParams | None:
+    """Return the record in force with baselines that a successor should know, None while it does.
+
+    Same revision and values: routers take no notice. Only the policy's own record, below the knee, and once
+    in REFRESH_S, so that what is stored is settled.
+    """
+    settled = state.regime.regime is Regime.BELOW and current.kind is ParamsKind.POLICY
+    if not settled or seen.wall_s - current.issued_at_s < REFRESH_S:
+        return None
+    baseline_s, iteration_s = state.regime.baseline_s, state.pressure.iteration.value_s
+    if not (_differs(current.baseline_s, baseline_s) or _differs(current.iteration_baseline_s, iteration_s)):
+        return None
+    return msgspec.structs.replace(
+        current, baseline_s=baseline_s, iteration_baseline_s=iteration_s, issued_at_s=seen.wall_s
+    )
+
+
+def _differs(stored_s: float | None, learnt_s: float | None) -> bool:
+    if learnt_s is None:
+        return False
+    return stored_s is None or abs(learnt_s - stored_s) > REFRESH_FRAC * stored_s
 
 
 def _record(
@@ -198,17 +283,19 @@ def _record(
         issued_at_s=seen.wall_s,
         lease_s=settings.config.lease_s,
         baseline_s=state.regime.baseline_s,
+        iteration_baseline_s=state.pressure.iteration.value_s,
     )
 
 
 def _outcome(
-    publish: RouterParams | None,
     choice: Choice,
     wanted: Choice,
     verdict: Verdict,
+    *,
+    published: bool,
 ) -> Applied:
     """Return what became of the wish; a publication that fails is reported by loop.py."""
-    if publish is not None:
+    if published:
         return Applied.APPLIED
     if verdict.hold is Applied.HELD_STALE:
         return Applied.HELD_STALE

@@ -1,40 +1,56 @@
 """In which load regime the system is: below the knee, in transition, or saturated.
 
-Owns: the moving average of TTFT P99, the learned baseline, thresholds with hysteresis, confirmation, dwell,
-      and the evidence asked for before a regime is left downwards.
-Does not own: how TTFT is measured (ttft.py) or what follows from a regime (policies/).
-Invariant: pure; one step at a time, never two within the dwell; without data the regime stays, without
-           traffic it returns to `below`.
-Source: arXiv 2606.17081, section 5 (EWMA of TTFT P99 against two thresholds); the rest from cases D1, S4, S8.
+Owns: the moving average of TTFT P99 against its baseline, thresholds with hysteresis, confirmation, dwell;
+      how TTFT and the pools' own evidence are weighed; what is asked for before a regime is left downwards.
+Does not own: how TTFT is measured (ttft.py), the pools' evidence (pressure.py) or what follows from a regime
+              (policies/).
+Invariant: pure; one step at a time, never two within the dwell but for the one named below; without data the
+           regime stays, without traffic it returns to `below`.
+Source: arXiv 2606.17081, section 5 (EWMA of TTFT P99 against two thresholds); the rest from cases D1, S4, S8,
+        I8(c).
+
+What the workers say of themselves weighs more than TTFT. A pool that is pressed takes the regime up without
+TTFT's confirmation and keeps it up. From transition to saturated it does so without the dwell when the step
+before was up too: the dwell is against limit cycles, and those need a step down. Once all workers are known,
+TTFT alone ends `below` and no more, for `saturated` is a word on capacity (a single hot worker makes a bad
+P99, too); and it is told as `upstream` when they are idle besides.
 
 Two asymmetries carry the rules. A bad P99 proves little, because one hiccup stays in the window for all of
 it: upwards the value must outlast the window (`confirm_s` > `window_s`). A good P99 is a whole window of good
 requests, but may be the parameters' own doing: downwards we ask whether the *load* fell, and otherwise only
 probe, ever more rarely, so that the cure is not taken for the end of the disease.
 
-Settling time: a lasting change of load is answered within window_s + confirm_s + 3 half_life_s upwards and
-window_s + 3 half_life_s downwards, 10 s and 6 s at the defaults, and dwell_s later for a second step.
+Settling time by TTFT: a lasting change of load is answered within window_s + confirm_s + 3 half_life_s
+upwards and window_s + 3 half_life_s downwards, 10 s and 6 s at the defaults, and dwell_s later for a second
+step. By the pools' evidence: upwards as soon as chance is ruled out, downwards when the queue is gone.
 """
 
 import math
-import statistics
+from collections.abc import Mapping
 
 import msgspec
 
+from dynamo_poa.baseline import READINGS, Baseline, learned
 from dynamo_poa.config import RegimeConfig
 from dynamo_poa.demand import Load, compare, fell, rose
-from dynamo_poa.values import REGIMES, Applied, Regime
+from dynamo_poa.pressure import strongest
+from dynamo_poa.values import REGIMES, Applied, PoolRegime, Regime, Role
 
-BASELINE_READINGS = 10  # fresh windows whose median is the first baseline
-BASELINE_DOWN_HALF_LIFE_S = 10.0  # a start under load must not pass for normal for long
-BASELINE_UP_HALF_LIFE_S = 600.0  # longer than any ramp that should be noticed
-BASELINE_UP_LIMIT = 1.5  # above this share of the baseline it is load, not drift
+BASELINE_READINGS = READINGS
+TTFT = "ttft"
+REFUSALS = "refusals"
+UPSTREAM = "upstream"
 SHED_LIMIT = 0.01  # S8: with more than 1 % refused, TTFT of the survivors proves nothing
 RELAPSE_DWELLS = 10  # needed again this soon after it was let go, without more load: let go too early
 
 
 class RegimeSignal(msgspec.Struct, frozen=True, kw_only=True):
-    """What a tick knows. `fresh`: the TTFT window has changed since the tick before."""
+    """What a tick knows.
+
+    fresh:         the TTFT window has changed since the tick before
+    pools:         what the workers' own figures say of each pool; empty while nothing is known of any
+    corroborated:  soft evidence for a rise of TTFT, in words
+    """
 
     at_s: float
     p99_s: float | None = None
@@ -43,6 +59,24 @@ class RegimeSignal(msgspec.Struct, frozen=True, kw_only=True):
     load: Load = Load()
     shed_frac: float = 0.0
     workers: int | None = None
+    pools: Mapping[Role, PoolRegime] = {}
+    corroborated: str = ""
+
+    @property
+    def pressed(self) -> int:
+        """Return the level of the pool that is in the highest regime."""
+        pool = strongest(self.pools.values())
+        return 0 if pool is None else pool.regime.level
+
+    @property
+    def known(self) -> bool:
+        """Tell whether every rank of every pool says what it has queued."""
+        return bool(self.pools) and all(pool.known for pool in self.pools.values())
+
+    @property
+    def idle(self) -> bool:
+        """Tell whether every pool is known to have no queue and workers to spare."""
+        return bool(self.pools) and all(pool.idle for pool in self.pools.values())
 
 
 class RegimeState(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,6 +89,8 @@ class RegimeState(msgspec.Struct, frozen=True, kw_only=True):
     needed_at_s:   when the average was last over the threshold that leads to the regime
     let_go:        the load when a regime was last left downwards, and which and when
     probe_s:       doubled by relapses; None is the configured one
+    rose:          the last change was upwards
+    driver:        what the regime was last needed for: `<role>.<resource>`, `ttft` or `refusals`
     readings_s:    P99 readings until there are enough for a first baseline
     """
 
@@ -75,13 +111,18 @@ class RegimeState(msgspec.Struct, frozen=True, kw_only=True):
     let_go_from: Regime | None = None
     let_go_at_s: float = 0.0
     probe_s: float | None = None
+    rose: bool = False
+    driver: str = ""
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """Why the regime is what it is. `hold` is UNCHANGED, HELD_DWELL or HELD_NOT_READY.
 
-    value_s, threshold_s:  what was compared, None when nothing was
+    value_s, threshold_s:  TTFT's that were compared, None when none were
     dwell_left_s:          until the next change is allowed
+    driver:                what drives it: `<role>.<resource>`, `ttft`, `refusals`, or nothing
+    value, threshold:      the driver's, in its unit
+    bottleneck:            `upstream` when TTFT is bad and the workers are idle
     """
 
     hold: Applied = Applied.UNCHANGED
@@ -89,6 +130,10 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     value_s: float | None = None
     threshold_s: float | None = None
     dwell_left_s: float = 0.0
+    driver: str = ""
+    value: float | None = None
+    threshold: float | None = None
+    bottleneck: str = ""
 
 
 def thresholds_s(baseline_s: float | None, limits: RegimeConfig) -> tuple[float, float] | None:
@@ -105,6 +150,10 @@ def next_regime(
     """Pick the regime from here on, moving at most one step.
 
         up    when P99 >= θ for confirm_s and average >= θ              (θ1 from below, θ2 from transition)
+              unless all workers are known and idle, or known and no pool is saturated (θ2)
+        up    when a pool is in a higher regime
+        none  down while a pool is in this regime
+        down  when the pools that led here are released and the load fell, or all of them are idle
         down  when P99 and average < θ and the load fell                 (θ: the one that led here)
         down  when P99 and average < exit_frac * θ and nothing needed it for probe_s
         down  when idle for idle_s, or when too few samples come to judge and the load fell for idle_s
@@ -116,34 +165,125 @@ def next_regime(
     dwell_left_s = _dwell_left_s(state, signal, limits)
     if _is_idle(state, signal, limits):
         return _idle(state, signal, limits, dwell_left_s)
-
+    state, rise = _rise(state, signal, limits, dwell_left_s, ready=ready)
+    pool, level = strongest(signal.pools.values()), state.regime.level
+    if pool is not None and pool.regime.level >= level:
+        state = _note_pressed(state, signal, pool)
+    if pool is not None and pool.regime.level > level:
+        # The dwell is against limit cycles, which need a step down: a second step up need not wait for it.
+        at_once = pool.regime is Regime.SATURATED and level == 1 and state.rose
+        return _move(state, signal, limits, _of_pool(pool, 0.0 if at_once else dwell_left_s), up=True)
+    if rise is not None and rise.hold is Applied.APPLIED:
+        return _move(state, signal, limits, msgspec.structs.replace(rise, hold=Applied.UNCHANGED), up=True)
+    if pool is not None and pool.regime.level == level:
+        return state, _of_pool(pool, dwell_left_s)
+    if rise is not None:
+        return state, rise
+    if _is_released(state, signal):
+        loads = "all workers idle" if signal.idle else compare(state.needed[level - 1], signal.load)
+        reason = f"{state.driver} is released: {loads}"
+        return _move(state, signal, limits, Verdict(reason=reason, dwell_left_s=dwell_left_s), up=False)
     theta_s = thresholds_s(state.baseline_s, limits)
-    level, value_s, shedding = state.regime.level, state.average_s, signal.shed_frac > SHED_LIMIT
+    if not ready or theta_s is None:
+        shedding = signal.shed_frac > SHED_LIMIT
+        return _too_little(state, signal, limits, dwell_left_s, shedding=shedding)
+    if level == 0:
+        reason = f"TTFT P99 {_show(state.average_s)} under θ1 {_show(theta_s[0])}"
+        return state, Verdict(
+            reason=reason, value_s=state.average_s, threshold_s=theta_s[0], dwell_left_s=dwell_left_s
+        )
+    return _down(state, signal, limits, theta_s[level - 1], dwell_left_s)
+
+
+def _rise(
+    state: RegimeState, signal: RegimeSignal, limits: RegimeConfig, dwell_left_s: float, *, ready: bool
+) -> tuple[RegimeState, Verdict | None]:
+    """Tell whether TTFT or refusals ask for the next regime.
+
+    Returns:  None while they do not; a verdict with `hold` APPLIED when they do, UNCHANGED when what the
+              workers say of themselves speaks against it.
+    """
+    theta_s = thresholds_s(state.baseline_s, limits)
+    level, value_s = state.regime.level, state.average_s
     if theta_s is not None and ready and level < 2:
         threshold_s: float | None = theta_s[level]
         over = signal.p99_s is not None and signal.p99_s >= theta_s[level]
         average_over = value_s is not None and value_s >= theta_s[level]
     else:
         threshold_s, over, average_over = None, False, False
-    refusing = level == 0 and shedding
+    refusing = level == 0 and signal.shed_frac > SHED_LIMIT
     # A slow system gives few first tokens: a gap in the samples neither confirms nor refutes, if it is short.
     gap = not ready and not refusing and signal.at_s - state.averaged_at_s <= limits.window_s
     over_since_s = state.over_since_s if gap else _since(state.over_since_s, over or refusing, signal.at_s)
     state = msgspec.structs.replace(state, over_since_s=over_since_s)
-    confirmed = over_since_s is not None and signal.at_s - over_since_s >= limits.confirm_s
-    if confirmed and (average_over or refusing):
-        over_theta = f"TTFT P99 {_show(value_s)} at or over θ{level + 1} {_show(threshold_s)}"
-        reason = over_theta if average_over else _refusing(signal)
-        verdict = Verdict(reason=reason, value_s=value_s, threshold_s=threshold_s, dwell_left_s=dwell_left_s)
-        return _move(state, signal, limits, verdict, up=True)
-    if not ready or theta_s is None:
-        return _too_little(state, signal, limits, dwell_left_s, shedding=shedding)
-    if level == 0:
-        reason = f"TTFT P99 {_show(value_s)} under θ1 {_show(threshold_s)}"
-        return state, Verdict(
-            reason=reason, value_s=value_s, threshold_s=threshold_s, dwell_left_s=dwell_left_s
+    if not (average_over or refusing):
+        return state, None
+    verdict = Verdict(
+        hold=Applied.APPLIED,
+        reason=f"TTFT P99 {_show(value_s)} at or over θ{level + 1} {_show(threshold_s)}",
+        value_s=value_s,
+        threshold_s=threshold_s,
+        dwell_left_s=dwell_left_s,
+        driver=TTFT,
+        value=value_s,
+        threshold=threshold_s,
+    )
+    contradicted = "workers are idle: upstream of them" if signal.idle else ""
+    if not contradicted and level == 1 and signal.known and signal.pressed < 2:
+        contradicted = "all workers are known and no pool is saturated"
+    if average_over and contradicted and not refusing:
+        state = msgspec.structs.replace(state, over_since_s=None)
+        return state, msgspec.structs.replace(
+            verdict,
+            hold=Applied.UNCHANGED,
+            reason=f"{verdict.reason}, but {contradicted}",
+            bottleneck=UPSTREAM if signal.idle else "",
         )
-    return _down(state, signal, limits, theta_s[level - 1], dwell_left_s, shedding=shedding)
+    if over_since_s is None or signal.at_s - over_since_s < limits.confirm_s:
+        return state, None
+    if not average_over or contradicted:
+        return state, msgspec.structs.replace(
+            verdict, reason=_refusing(signal), driver=REFUSALS, value=signal.shed_frac, threshold=SHED_LIMIT
+        )
+    if signal.corroborated:
+        verdict = msgspec.structs.replace(verdict, reason=f"{verdict.reason}; {signal.corroborated}")
+    return state, verdict
+
+
+def _of_pool(pool: PoolRegime, dwell_left_s: float) -> Verdict:
+    return Verdict(
+        reason=f"{pool.role}: {pool.reason}",
+        dwell_left_s=dwell_left_s,
+        driver=_driver(pool),
+        value=pool.value,
+        threshold=pool.threshold,
+    )
+
+
+def _driver(pool: PoolRegime) -> str:
+    return f"{pool.role}.{pool.resource}"
+
+
+def _note_pressed(state: RegimeState, signal: RegimeSignal, pool: PoolRegime) -> RegimeState:
+    """Return the state with its driver, and the load at which its regime and those under it are needed."""
+    state = msgspec.structs.replace(state, needed_at_s=signal.at_s, driver=_driver(pool))
+    for level in range(1, state.regime.level + 1):
+        needed = state.needed[level - 1]
+        grew = needed is None or (signal.load.in_flight or 0) > (needed.in_flight or 0)
+        if grew and state.probe_s is None:
+            state = _with_needed(state, level, signal.load)
+    return state
+
+
+def _is_released(state: RegimeState, signal: RegimeSignal) -> bool:
+    """Tell whether the pool that led here is known to be past it, and not by the parameters' doing."""
+    role = state.driver.partition(".")[0]
+    pool = next((pool for pool in signal.pools.values() if pool.role == role), None)
+    if state.regime is Regime.BELOW or pool is None or not pool.known:
+        return False
+    if state.regime is Regime.TRANSITION and signal.shed_frac > SHED_LIMIT:
+        return False
+    return signal.idle or state.less_since_s is not None
 
 
 def _observe(state: RegimeState, signal: RegimeSignal, limits: RegimeConfig) -> tuple[RegimeState, bool]:
@@ -154,7 +294,7 @@ def _observe(state: RegimeState, signal: RegimeSignal, limits: RegimeConfig) -> 
         changes["watched_since_s"] = at_s
         if state.regime.level > 0:  # taken over from a predecessor: the dwell starts now
             changes["changed_at_s"] = changes["needed_at_s"] = at_s
-    if load.in_flight or load.arrival_rate or signal.fresh:
+    if load.in_flight or load.arrival_rate or signal.fresh or signal.pressed:
         changes["busy_at_s"] = at_s
     needed = state.needed[state.regime.level - 1] if state.regime.level else None
     less = needed is not None and fell(needed, load, limits.release_frac)
@@ -169,26 +309,15 @@ def _observe(state: RegimeState, signal: RegimeSignal, limits: RegimeConfig) -> 
             weight = 1 - 0.5 ** ((at_s - state.averaged_at_s) / limits.half_life_s)
             log_average = math.log(state.average_s) + weight * (log_value - math.log(state.average_s))
         average_s = math.exp(log_average)
-        if state.regime is Regime.BELOW:
+        if state.regime is Regime.BELOW and not signal.pressed:
             elapsed_s = at_s - state.averaged_at_s if state.average_s is not None else 0.0
-            state = _learn_baseline(state, signal.p99_s, average_s, elapsed_s)
+            before = Baseline(value_s=state.baseline_s, readings_s=state.readings_s)
+            baseline = learned(before, signal.p99_s, average_s, elapsed_s, calm=signal.idle)
+            state = msgspec.structs.replace(
+                state, baseline_s=baseline.value_s, readings_s=baseline.readings_s
+            )
         state = msgspec.structs.replace(state, average_s=average_s, averaged_at_s=at_s)
     return _note_need(state, signal, limits), True
-
-
-def _learn_baseline(state: RegimeState, p99_s: float, average_s: float, elapsed_s: float) -> RegimeState:
-    """Return the state with its baseline learned a little further; called in `below` only."""
-    if state.baseline_s is None:
-        readings_s = (*state.readings_s, p99_s)
-        if len(readings_s) < BASELINE_READINGS:
-            return msgspec.structs.replace(state, readings_s=readings_s)
-        return msgspec.structs.replace(state, readings_s=(), baseline_s=statistics.median(readings_s))
-    ratio = average_s / state.baseline_s
-    if ratio > BASELINE_UP_LIMIT:
-        return state
-    half_life_s = BASELINE_DOWN_HALF_LIFE_S if ratio < 1 else BASELINE_UP_HALF_LIFE_S
-    weight = 1 - 0.5 ** (elapsed_s / half_life_s)
-    return msgspec.structs.replace(state, baseline_s=state.baseline_s * ratio**weight)
 
 
 def _note_need(state: RegimeState, signal: RegimeSignal, limits: RegimeConfig) -> RegimeState:
@@ -264,8 +393,6 @@ def _down(
     limits: RegimeConfig,
     theta_s: float,
     dwell_left_s: float,
-    *,
-    shedding: bool,
 ) -> tuple[RegimeState, Verdict]:
     """Leave the regime downwards when TTFT is good and not by our own doing, or bad and perhaps by it."""
     level, value_s = state.regime.level, state.average_s
@@ -277,9 +404,17 @@ def _down(
     loads = compare(needed, signal.load)
 
     def because(reason: str) -> Verdict:
-        return Verdict(reason=reason, value_s=value_s, threshold_s=exit_s, dwell_left_s=dwell_left_s)
+        return Verdict(
+            reason=reason,
+            value_s=value_s,
+            threshold_s=exit_s,
+            dwell_left_s=dwell_left_s,
+            driver=TTFT,
+            value=value_s,
+            threshold=exit_s,
+        )
 
-    if shedding and level == 1:
+    if signal.shed_frac > SHED_LIMIT and level == 1:
         return state, because(_refusing(signal))
     if signal.p99_s is None or value_s is None or max(signal.p99_s, value_s) >= exit_s:
         not_under = f"TTFT P99 {_show(value_s)} not under {_show(exit_s)}"
@@ -302,14 +437,18 @@ def _move(
     if verdict.dwell_left_s > 0:
         return state, msgspec.structs.replace(verdict, hold=Applied.HELD_DWELL)
     state = _stepping_up(state, signal, limits) if up else _stepping_down(state, signal)
+    regime = REGIMES[state.regime.level + (1 if up else -1)]
+    driver = verdict.driver if up else state.driver
     state = msgspec.structs.replace(
         state,
-        regime=REGIMES[state.regime.level + (1 if up else -1)],
+        regime=regime,
         changed_at_s=signal.at_s,
         changes=state.changes + 1,
         needed_at_s=signal.at_s,
         over_since_s=None,
         less_since_s=None,
+        rose=up,
+        driver="" if regime is Regime.BELOW else driver,
     )
     return state, msgspec.structs.replace(verdict, dwell_left_s=limits.dwell_s)
 

@@ -5,13 +5,16 @@ Does not own: the decision (controller.py) or where what is told goes (telemetry
 Invariant: pure; a change is told once, what is held back once for each wish and reason.
 """
 
+from collections.abc import Iterable
+
 import msgspec
 
 from dynamo_poa import telemetry
+from dynamo_poa.hot import HotChange
 from dynamo_poa.policies import Pair
 from dynamo_poa.regime import SHED_LIMIT, Verdict, thresholds_s
 from dynamo_poa.telemetry import TelemetryRecord
-from dynamo_poa.tick import Choice, ControllerState, Event, Observation, Settings
+from dynamo_poa.tick import Choice, ControllerState, Event, Observation, Settings, Watched
 from dynamo_poa.values import Applied, Regime, RouterParams
 
 
@@ -23,12 +26,36 @@ def regime_event(before: Regime, state: ControllerState, verdict: Verdict, setti
         after={"regime": state.regime.regime},
         reason=verdict.reason,
         details={
+            "driver": verdict.driver,
+            "value": verdict.value,
+            "threshold": verdict.threshold,
             "value_s": verdict.value_s,
             "threshold_s": verdict.threshold_s,
             "dwell_left_s": verdict.dwell_left_s,
             "mode": settings.config.mode,
         },
     )
+
+
+def hot_events(changes: Iterable[HotChange]) -> list[Event]:
+    """Say which worker has become hot, or is no longer, and why."""
+    return [
+        Event(
+            name=telemetry.WORKER_OVERLOADED if change.overloaded else telemetry.WORKER_CLEARED,
+            before={"overloaded": not change.overloaded},
+            after={"overloaded": change.overloaded},
+            reason=change.reason,
+            details={
+                "worker_id": str(change.key.worker_id),
+                "dp_rank": change.key.dp_rank,
+                "role": change.role,
+                "resource": change.resource,
+                "value": change.value,
+                "threshold": change.threshold,
+            },
+        )
+        for change in changes
+    ]
 
 
 def params_event(
@@ -79,9 +106,15 @@ def telemetry_record(
     in_force: RouterParams,
     wanted: Choice,
     applied: Applied,
+    watched: Watched,
 ) -> TelemetryRecord:
     """Return the tick's canonical record."""
-    regime, pin = state.regime, state.pin
+    regime, pin, iteration = state.regime, state.pin, state.pressure.iteration
+    iteration_s = {
+        str(role): reading.iteration_s
+        for role, reading in watched.readings.items()
+        if reading.iteration_s is not None
+    }
     theta_s = thresholds_s(regime.baseline_s, settings.config.regime)
     return TelemetryRecord(
         tick=state.tick,
@@ -126,6 +159,13 @@ def telemetry_record(
         cache_signal=seen.cache.signal,
         cache_hit_frac=seen.cache.hit_frac,
         pools={str(role): pool for role, pool in seen.pools.items()},
+        pool_regimes={str(role): pool for role, pool in watched.pools.items()},
+        driver=regime.driver,
+        bottleneck=verdict.bottleneck or regime.driver.partition(".")[0] * ("." in regime.driver),
+        poa_slope=watched.trend.poa_slope,
+        curvature=watched.trend.curvature,
+        iteration_s=iteration_s,
+        iteration_baseline_s=dict.fromkeys(iteration_s, iteration.value_s) if iteration.value_s else {},
         routers=seen.routers,
         requests_ended=seen.counts.requests_ended,
         params_refused=seen.counts.params_refused,

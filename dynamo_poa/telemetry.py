@@ -33,6 +33,7 @@ from dynamo_poa.values import (
     Mode,
     ParamsKind,
     PoolLoad,
+    PoolRegime,
     Regime,
     Shares,
     WorkerLatency,
@@ -47,6 +48,8 @@ STOPPED = "poa.controller.stopped"
 TICK = "poa.tick"
 TICK_FAILED = "poa.tick.failed"
 REGIME_CHANGED = "poa.regime.changed"
+WORKER_OVERLOADED = "poa.worker.overloaded"
+WORKER_CLEARED = "poa.worker.cleared"
 PARAMS_APPLIED = "poa.params.applied"
 PARAMS_HELD = "poa.params.held"
 PARAMS_TAKEN = "poa.params.taken"
@@ -88,6 +91,11 @@ class TelemetryRecord(msgspec.Struct, frozen=True, kw_only=True):
     poa_by_role:      per leg; `poa_reason` names what an absent one lacks; `poa_legs` says all of each
     poa_frozen*:      the paper's own estimate, on decisions; another series, never to be mixed with poa_hat
     stragglers:       workers that are slower than their pool by more than the configured factor
+    driver:           what the regime is needed for: `<role>.<resource>`, `ttft`, `refusals`, empty in `below`
+    bottleneck:       the pool that limits, `upstream` of the workers, or empty
+    poa_slope:        of PoA-hat over the last 30 s, per second
+    curvature:        share of TTFT P50 that is quadratic in load
+    iteration_*:      by role: time of a decode iteration now, and without load
     in_flight:        requests, over all legs
     censored:         so many requests were refused that TTFT and PoA-hat speak of the survivors only
     cache_signal:     whether workers differ in what they hold of a prompt; where they do not, ω moves nothing
@@ -142,6 +150,13 @@ class TelemetryRecord(msgspec.Struct, frozen=True, kw_only=True):
     cache_signal: CacheSignal = CacheSignal.UNKNOWN
     cache_hit_frac: float | None = None
     pools: dict[str, PoolLoad] = {}
+    pool_regimes: dict[str, PoolRegime] = {}
+    driver: str = ""
+    bottleneck: str = ""
+    poa_slope: float | None = None
+    curvature: float | None = None
+    iteration_s: dict[str, float] = {}
+    iteration_baseline_s: dict[str, float] = {}
     routers: tuple[RouterView, ...] = ()
     requests_ended: dict[str, int] = {}
     params_refused: dict[str, int] = {}
@@ -245,6 +260,14 @@ class ControllerMetrics:
         for name, help_text in _POOL_GAUGES.items():
             values = {role: getattr(pool, name) for role, pool in record.pools.items()}
             yield _labelled(f"poa_pool_{name}", help_text, "role", values)
+        yield from _pool_regimes(record)
+        yield _labelled("poa_iteration_seconds", "time of a decode-only pass", "role", record.iteration_s)
+        yield _labelled(
+            "poa_iteration_baseline_seconds",
+            "that which counts as unloaded",
+            "role",
+            record.iteration_baseline_s,
+        )
         yield _labelled(
             "poa_router_applied_revision",
             "revision a router reports",
@@ -263,6 +286,8 @@ _GAUGES = {
     "poa_hat_high": ("poa_high", "upper end of its 95 % interval"),
     "poa_hat_samples": ("poa_samples", "snapshots behind PoA-hat"),
     "poa_hat_frozen": ("poa_frozen", "the paper's estimate, on decisions, not calibrated"),
+    "poa_hat_slope": ("poa_slope", "change of PoA-hat a second, over the last 30 s"),
+    "poa_ttft_curvature_frac": ("curvature", "share of TTFT P50 that is quadratic in load"),
     "poa_ttft_p50_seconds": ("ttft_p50_s", "TTFT P50 over the window"),
     "poa_ttft_p99_seconds": ("ttft_p99_s", "TTFT P99 over the window"),
     "poa_ttft_p99_average_seconds": ("ttft_average_s", "its moving average"),
@@ -359,6 +384,26 @@ def _leg_families(record: TelemetryRecord) -> Iterator[tuple[tuple[str, str], di
     )
     yield ("poa_hat_role_high", "upper end of its 95 % interval"), {r: leg.high for r, leg in legs.items()}
     yield ("poa_hat_frozen_role", "the paper's estimate of one leg"), {**record.poa_frozen_by_role}
+
+
+def _pool_regimes(record: TelemetryRecord) -> Iterator[Metric]:
+    regimes = GaugeMetricFamily("poa_pool_regime", "1 for the regime a pool is in", labels=["role", "regime"])
+    hot = GaugeMetricFamily(
+        "poa_worker_hot",
+        "1 for a worker that is overloaded while its pool is not",
+        labels=["worker_id", "dp_rank", "role", "resource"],
+    )
+    for role, pool in record.pool_regimes.items():
+        for regime in REGIMES:
+            regimes.add_metric([role, str(regime)], float(regime is pool.regime))
+        for worker in pool.hot:
+            hot.add_metric([str(worker.worker_id), str(worker.dp_rank), role, worker.resource], 1.0)
+    upstream = record.bottleneck == "upstream"
+    yield regimes
+    yield hot
+    yield GaugeMetricFamily(
+        "poa_bottleneck_upstream", "1 while TTFT is bad and the workers are idle", value=float(upstream)
+    )
 
 
 def _counters(record: TelemetryRecord, outcomes: Counter[str]) -> Iterator[Metric]:

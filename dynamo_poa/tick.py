@@ -11,10 +11,13 @@ import msgspec
 
 from dynamo_poa.config import ControllerConfig
 from dynamo_poa.decisions import Traffic
+from dynamo_poa.evidence import PoolReading
 from dynamo_poa.load import WorkerState
 from dynamo_poa.policies import Pair, Policy
+from dynamo_poa.pressure import PressureState
 from dynamo_poa.regime import RegimeState
 from dynamo_poa.telemetry import RouterView, TelemetryRecord
+from dynamo_poa.trend import Trend, TrendState
 from dynamo_poa.values import (
     Applied,
     CacheView,
@@ -22,6 +25,7 @@ from dynamo_poa.values import (
     ParamsKind,
     Pin,
     PoolLoad,
+    PoolRegime,
     Role,
     RouterParams,
     TtftSample,
@@ -82,6 +86,8 @@ class ControllerState(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     regime: RegimeState = RegimeState()
+    pressure: PressureState = PressureState()
+    trend: TrendState = TrendState()
     pin: Pin | None = None
     ended: str = ""
     kept: bool = False
@@ -107,6 +113,14 @@ class Effects(msgspec.Struct, frozen=True, kw_only=True):
     publish: RouterParams | None
     events: tuple[Event, ...]
     record: TelemetryRecord
+
+
+class Watched(msgspec.Struct, frozen=True, kw_only=True):
+    """What a tick found beside TTFT; empty on stale data."""
+
+    readings: Mapping[Role, PoolReading] = {}
+    pools: Mapping[Role, PoolRegime] = {}
+    trend: Trend = Trend()
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):

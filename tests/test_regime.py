@@ -19,9 +19,10 @@ from dynamo_poa.regime import (
     unseen,
 )
 from dynamo_poa.ttft import sample_of
-from dynamo_poa.values import Applied, Regime
+from dynamo_poa.values import Applied, PoolRegime, Regime, Role
 
 BELOW, TRANSITION, SATURATED = Regime.BELOW, Regime.TRANSITION, Regime.SATURATED
+IDLE = {Role.PREFILL: PoolRegime(role=Role.PREFILL, known=True, idle=True)}
 SECONDS = RegimeConfig(unit="seconds", theta1=1.0, theta2=10.0)
 
 
@@ -322,9 +323,21 @@ def test_the_baseline_follows_down_quickly_and_up_slowly():
     assert plant.state.baseline_s == pytest.approx(0.2, rel=1e-3)  # the distance falls to 0.4 ** a half
     plant = Plant(RegimeConfig(half_life_s=0.001))
     plant.ticks(BASELINE_READINGS, 0.1)
-    plant.ticks(600, 0.14)
+    plant.ticks(600, 0.14, pools=IDLE)
     # ... and above half the way up, because the remaining ratio was below 1.5 all along.
     assert plant.state.baseline_s == pytest.approx(0.1 * 1.4**0.5, rel=1e-3)
+    plant.ticks(600, 0.09, pools=IDLE)  # and as slowly down to what may be noise
+    assert plant.state.baseline_s == pytest.approx((0.1 * 1.4**0.5 * 0.09) ** 0.5, rel=1e-3)
+
+
+@pytest.mark.parametrize("pools", [{}, {Role.PREFILL: PoolRegime(role=Role.PREFILL, known=True)}])
+def test_the_baseline_does_not_follow_up_unless_the_system_is_evidently_calm(pools):
+    """Slow growth, 1 % a minute, stays under 1.5 x all along and is load; unknown is not calm."""
+    plant = Plant(RegimeConfig(half_life_s=0.001))
+    plant.ticks(BASELINE_READINGS, 0.1)
+    for minute in range(40):
+        plant.ticks(60, 0.1 * 1.01**minute, pools=pools)
+    assert plant.state.baseline_s == 0.1
 
 
 def test_load_does_not_teach_the_baseline():
