@@ -18,19 +18,20 @@ from dynamo_poa.wire import Chosen, DecisionBatch, FirstToken
 
 STALE_S = 30.0
 PERIOD_S = 0.25
+SETTLE_S = 15 * 0.25
 
 
 class Events:
     """A simulated graph whose workers say what a test sends, seen through /metrics."""
 
-    def __init__(self, *worker_ids, sinks=()):
+    def __init__(self, *worker_ids, ttft_s=lambda in_flight, params: 0.1, sinks=(), roles=None):
         self.metrics = ControllerMetrics(
             lambda: self.graph.fleet.workers(self.now_s),
             lambda: self.graph.fleet.publishers(self.now_s),
             lambda: self.graph.pricer.latencies.values(),
         )
-        cards = [card(worker_id) for worker_id in worker_ids]
-        self.graph = Graph(lambda in_flight, params: 0.1, cards=cards, sinks=(self.metrics, *sinks))
+        cards = [card(worker_id, (roles or {}).get(worker_id, Role.AGGREGATED)) for worker_id in worker_ids]
+        self.graph = Graph(ttft_s, cards=cards, sinks=(self.metrics, *sinks))
         clock = self.graph.clock
         self.sender = Sender(self.graph.fleet, "poa-workers", clock.wall_s() - clock.monotonic_s())
         self.started_s = self.now_s
@@ -206,3 +207,103 @@ async def test_every_number_of_every_line_and_of_the_store_survives_a_reader_of_
     (noticed,) = [line for line in said if line["event"] == "poa.message.noticed"]
     assert noticed["detail"] == f"worker {unknown} has no card"
     assert events.graph.last.regime is Regime.BELOW
+
+
+async def test_an_overload_whose_signal_ceases_is_cleared_when_it_expires():
+    """S2: W1 full and queueing for 5 s, then its occupancy is never sent again; W2 and W4 are healthy."""
+    events = Events(W1, W2, W4)
+    overloaded, cleared = [], []
+    with structlog.testing.capture_logs() as lines:
+        async with ticking(events.graph):
+            await events.wait()  # workers are known from the first tick on
+            began_s = events.elapsed_s
+            for step in range(90 * 4):
+                if step < 5 * 4:
+                    events.send("w1", km(W1, None, None, 4000))
+                    events.send("w1", fp(W1, step + 1, 0.05, 4, 512, 16, 20, 2560))
+                elif step % 4 == 0:
+                    events.send("router", km(W1, 3, 0, None))
+                    events.send("w1", fp(W1, step + 1, 0.05, nd=1))
+                for worker_id in (W2, W4):
+                    events.send(str(worker_id), km(worker_id, None, None, 100))
+                    events.send(str(worker_id), fp(worker_id, step + 1, 0.05, nd=1))
+                await events.wait()
+                hot = {
+                    (worker.worker_id, worker.resource)
+                    for pool in events.graph.last.pool_regimes.values()
+                    for worker in pool.hot
+                }
+                (overloaded if hot else cleared).append(events.elapsed_s - began_s)
+                assert {worker_id for worker_id, _ in hot} <= {W1}
+                assert events.graph.last.regime is Regime.BELOW  # one hot worker is no saturated fleet
+    last_high_s = 4.75
+    assert overloaded[0] <= 5.0
+    assert overloaded[-1] - last_high_s <= STALE_S + 0.5
+    assert overloaded[-1] < cleared[-1]
+    assert len(overloaded) == round((overloaded[-1] - overloaded[0]) / PERIOD_S) + 1  # once, and not again
+    (line,) = [line for line in lines if line["event"] == "poa.worker.cleared"]
+    assert (line["worker_id"], line["value"]) == (str(W1), None)
+    assert line["reason"] == "kv_blocks expired: no longer sent"
+
+
+async def test_a_pool_saturated_by_a_signal_that_ceases_is_below_again():
+    """S2 where W1 is the whole pool: saturated in time, released when the signal expires, `below` by 90 s."""
+    events = Events(W1)
+    path = []
+    with structlog.testing.capture_logs() as lines:
+        async with ticking(events.graph):
+            await events.wait()  # workers are known from the first tick on
+            began_s = events.elapsed_s
+            for step in range(90 * 4):
+                if step % 4 == 0:
+                    events.hold(W1, 3)
+                if step < 5 * 4:
+                    events.send("w1", km(W1, None, None, 4000))
+                    events.send("w1", fp(W1, step + 1, 0.05, 4, 512, 16, 20, 2560))
+                elif step % 4 == 0:
+                    events.send("router", km(W1, 3, 0, None))
+                    events.send("w1", fp(W1, step + 1, 0.05, nd=1))
+                await events.wait()
+                path.append((events.elapsed_s - began_s, events.graph.last.regime))
+    saturated = [at_s for at_s, regime in path if regime is Regime.SATURATED]
+    assert saturated[0] <= 5.0 + SETTLE_S
+    assert saturated[-1] - 4.75 <= STALE_S + 1.0
+    assert path[-1][1] is Regime.BELOW
+    changes = [line for line in lines if line["event"] == "poa.regime.changed"]
+    assert [line["after"]["regime"] for line in changes] == ["transition", "saturated", "transition", "below"]
+    assert all(line["reason"].startswith("aggregated") for line in changes)
+    assert ["is released" in line["reason"] for line in changes] == [False, False, True, True]
+
+
+async def test_slow_answers_of_idle_workers_are_upstream_of_them():
+    """I8(c): workers scheduled under 30 % of the time and TTFT over 5 x its start: `upstream` of them."""
+    ttft_s = [0.1]
+    events = Events(
+        W1,
+        W2,
+        ttft_s=lambda in_flight, params: ttft_s[0],
+        roles={W1: Role.PREFILL, W2: Role.DECODE},
+    )
+
+    async def traffic(duration_s, in_flight):
+        for _ in range(round(duration_s / PERIOD_S)):
+            counter = round(events.now_s / PERIOD_S)
+            events.send("w1", fp(W1, counter, 0.05, np=2, pt=512))
+            events.send("w2", fp(W2, counter, 0.06, nd=4))
+            await events.graph.run(PERIOD_S, in_flight)
+
+    async with ticking(events.graph):
+        await traffic(20, 20)
+        assert events.graph.last.bottleneck == ""
+        for slow_s in (0.6, 2.0):
+            ttft_s[0] = slow_s
+            await traffic(20, 60)
+            assert events.graph.last.bottleneck == "upstream"
+            assert events.scrape()["poa_bottleneck_upstream"] == 1
+        assert events.graph.last.pools["prefill"].busy_frac < 0.3
+        assert events.graph.last.pools["decode"].busy_frac < 0.3
+        assert events.graph.last.ttft_p99_s > 5 * 0.1
+        assert Regime.SATURATED not in {record.regime for record in events.graph.records}
+        ttft_s[0] = 0.1
+        await traffic(20, 20)
+    assert (events.graph.last.bottleneck, events.graph.last.regime) == ("", Regime.BELOW)
