@@ -6,13 +6,14 @@ from typing import Any
 
 import msgspec
 import pytest
+from dynamo_messages import FIXTURES
 from shown import text
 
 from dynamo_poa.errors import RecordingError
 from dynamo_poa.recording import Header, Writer
-from dynamo_poa.serve.replay import replay
+from dynamo_poa.serve.replay import encode, replay
 from dynamo_poa.serve.report import Report, report_view
-from dynamo_poa.values import Candidate, Outcome, Role
+from dynamo_poa.values import Candidate, Estimate, Outcome, Role, TtftSample
 from dynamo_poa.wire import Chosen, DecisionBatch, Ended, FirstToken
 
 HEADER = Header(recording=1, namespace="poa", started_at_s=1_800_000_000.0, version="0.1.0")
@@ -61,26 +62,28 @@ def test_a_replay_prices_each_period_and_the_whole(two_periods: Path) -> None:
     """Worked: all on worker 0 pays 4*1 + 4*3 = 16 against 8, so 2.0; then 8 against 8; the mean is 1.5."""
     report = replay(two_periods, window=8, block_size=16)
     assert [
-        (period.from_s, period.to_s, period.poa.by_role, period.poa_samples) for period in report.periods
-    ] == [
-        (0.0, 5.0, {"decode": 2.0}, {"decode": 8}),
-        (5.0, 10.0, {"decode": 1.0}, {"decode": 8}),
-    ]
-    whole = report.overall
-    assert (whole.to_s, whole.poa.poa_hat, whole.poa.samples, whole.poa.by_role) == (
-        7.5,
-        1.5,
-        16,
-        {"decode": 1.5},
-    )
-    assert whole.poa_samples == {"decode": 16}
+        (period.from_s, period.to_s, period.frozen.by_role, period.frozen.legs["decode"].samples)
+        for period in report.periods
+    ] == [(0.0, 5.0, {"decode": 2.0}, 8), (5.0, 10.0, {"decode": 1.0}, 8)]
+    frozen = report.overall.frozen
+    assert (report.overall.to_s, frozen.poa_hat, frozen.samples) == (7.5, 1.5, 16)
+    assert frozen.legs == {"decode": Estimate(poa_hat=1.5, samples=16, method="frozen")}
+
+
+def test_the_frozen_estimate_and_the_calibrated_one_are_never_mixed(two_periods: Path) -> None:
+    """Decisions alone have a frozen price; seconds need forward passes, and without them there is none."""
+    report = replay(two_periods, window=8, block_size=16)
+    for period in (*report.periods, report.overall):
+        assert (period.poa.method, period.poa.poa_hat) == ("marginal", None)
+        assert period.poa.reason == "decode: 0 workers, 2 needed"
+        assert period.frozen.method == "frozen"
 
 
 def test_a_window_over_both_periods_prices_them_together(two_periods: Path) -> None:
     """Worked: 16 + 8 paid against 16 at best is 1.5, in the second period as overall."""
     report = replay(two_periods, window=16, block_size=16)
-    assert [period.poa.poa_hat for period in report.periods] == [2.0, 1.5]
-    assert report.overall.poa.poa_hat == 1.5
+    assert [period.frozen.poa_hat for period in report.periods] == [2.0, 1.5]
+    assert report.overall.frozen.poa_hat == 1.5
 
 
 def test_the_block_size_is_what_makes_tokens_blocks(tmp_path: Path) -> None:
@@ -92,8 +95,8 @@ def test_the_block_size_is_what_makes_tokens_blocks(tmp_path: Path) -> None:
     data = msgspec.msgpack.encode(DecisionBatch(router_id="r", sequence=0, sent_at_s=WALL_S, events=events))
     path = recorded(tmp_path / "r.ndjson", (0.0, "poa.poa.decisions", data))
     # All 8 on worker 1; at best 4 and 4.
-    assert replay(path, window=16, block_size=16).overall.poa.poa_hat == 8 * 3 / (4 * 1 + 4 * 3)
-    assert replay(path, window=16, block_size=4).overall.poa.poa_hat == 8 * 6 / (4 * 4 + 4 * 6)
+    assert replay(path, window=16, block_size=16).overall.frozen.poa_hat == 8 * 3 / (4 * 1 + 4 * 3)
+    assert replay(path, window=16, block_size=4).overall.frozen.poa_hat == 8 * 6 / (4 * 4 + 4 * 6)
 
 
 def test_a_replay_reports_ttft_outcomes_and_messages(two_periods: Path) -> None:
@@ -135,6 +138,7 @@ def test_what_is_not_understood_is_counted_and_named(two_periods: Path) -> None:
         "messages earlier than the one before": 1,
         "decisions refused: not_msgpack": 1,
         "decision batches lost": 2,
+        "metrics not used: not_msgpack": 1,
     }
     assert report.messages == {"decisions": 3, "kv_metrics": 1}
 
@@ -142,43 +146,70 @@ def test_what_is_not_understood_is_counted_and_named(two_periods: Path) -> None:
 def test_of_many_foreign_subjects_the_first_are_named(tmp_path: Path) -> None:
     """Bounded, whatever the file holds."""
     messages = [(0.0, f"foreign.{number}", b"") for number in range(50)]
+    messages.append((0.0, "poa.poa.decisions", batch(0, 0.0, chosen=0)))
     report = replay(recorded(tmp_path / "r.ndjson", *messages), window=16, block_size=16)
     assert len(report.unknown) == 21
     assert report.unknown["others"] == 30
 
 
-def test_a_recording_without_decisions_has_no_estimate(tmp_path: Path) -> None:
-    """Absent with a reason: never NaN, never 1.0."""
-    report = replay(recorded(tmp_path / "r.ndjson"), window=16, block_size=16)
+@pytest.mark.parametrize(
+    ("messages", "holds"),
+    [
+        ((), "no messages"),
+        (((0.0, "poa.poa.params", b"-"), (0.0, "other", b"")), "params 1, unknown subjects 1"),
+        (((0.0, "poa.poa.decisions", b"-"),), "decisions 1, decisions refused: schema 1"),
+    ],
+)
+def test_a_recording_of_nothing_usable_is_an_error(
+    tmp_path: Path, messages: tuple[tuple[float, str, bytes], ...], holds: str
+) -> None:
+    """Exit 2 with the file and what it holds, not a report of nothing."""
+    path = recorded(tmp_path / "r.ndjson", *messages)
+    with pytest.raises(RecordingError) as caught:
+        replay(path, window=16, block_size=16)
+    assert str(caught.value) == f"{path}: holds nothing to estimate from: {holds}"
+
+
+def test_a_recording_of_forward_passes_alone_tells_speeds_and_no_estimate() -> None:
+    """disagg_2p3d was made before decisions were recorded. Absent with a reason: never NaN, never 1.0."""
+    report = replay(FIXTURES / "disagg_2p3d.ndjson.gz", window=16, block_size=16)
     assert (report.overall.poa.poa_hat, report.overall.poa.reason) == (None, "no decisions")
-    assert text(report_view(report)) == (
-        "recording  0.0 s (namespace poa, dynamo-poa 0.1.0)\n"
-        "messages   none\n"
-        "PoA-hat    none: no decisions\n"
-        "TTFT       P50 -, P99 - of 0 requests"
-    )
+    assert [(pool.role, pool.workers) for pool in report.pools] == [("decode", 3), ("prefill", 2)]
+    assert report.notes == {"workers inferred from forward passes, no cards recorded": 5}
+    shown = text(report_view(report))
+    assert "PoA-hat    none: no decisions\n" in shown
+    assert "inexact    workers inferred from forward passes, no cards recorded 5" in shown
 
 
 def test_the_same_recording_gives_the_same_report(two_periods: Path) -> None:
     """Deterministic, to the byte; and the JSON reads back as the report."""
-    first, second = (msgspec.json.encode(replay(two_periods, window=16, block_size=16)) for _ in range(2))
+    first, second = (encode(replay(two_periods, window=16, block_size=16)) for _ in range(2))
     assert first == second
-    assert msgspec.json.encode(msgspec.json.decode(first, type=Report)) == first
+    assert encode(msgspec.json.decode(first, type=Report)) == first
+
+
+def test_figures_are_written_to_nine_digits() -> None:
+    """The last few of a double depend on the machine's arithmetic library."""
+    ttft = TtftSample(p50_s=1 / 3, p99_s=1e-7 / 3, samples=2**60)
+    assert encode(ttft).startswith(
+        b'{"p50_s":0.333333333,"p99_s":3.33333333e-8,"samples":1152921504606846976,'
+    )
 
 
 def test_a_report_reads_as_a_table_of_periods(two_periods: Path) -> None:
-    """PoA-hat by leg with its samples, TTFT with its own."""
+    """PoA-hat, each leg's and the frozen one in columns of their own, TTFT with its samples."""
     lines = text(report_view(replay(two_periods, window=16, block_size=16))).splitlines()
     assert lines[:2] == [
         "recording  7.5 s (namespace poa, dynamo-poa 0.1.0)",
         "messages   telemetry 1, decisions 2, params 1",
     ]
     assert [line.split() for line in lines[3:5]] == [
-        ["0", "2.0000", "2.0000", "(8)", "0.400", "s", "0.700", "s", "8"],
-        ["5", "1.5000", "1.5000", "(16)", "0.400", "s", "0.700", "s", "8"],
+        ["0", *["-"] * 6, "2.000", "0.400", "s", "0.700", "s", "8"],
+        ["5", *["-"] * 6, "1.500", "0.400", "s", "0.700", "s", "8"],
     ]
     assert lines[5:] == [
-        "PoA-hat    1.5000 of 16 decisions (decode 1.5000); frozen, window 16, block size 16",
+        "PoA-hat    none: decode: 0 workers, 2 needed",
+        "frozen     1.5000 of 16 decisions (decode 1.5000); window 16, block size 16",
         "TTFT       P50 0.400 s, P99 0.800 s of 16 requests",
         "decode     cancelled 2, ok 14",
     ]

@@ -1,7 +1,8 @@
-"""What a person may ask of a running graph: `watch`, `status`, `set`, `release`, `record`, `estimate`.
+"""What a person may ask of a running graph, or of a recording of one: `watch` to `explain`.
 
 Owns: their options, the checks before anything is sent, what is printed.
-Does not own: exit codes (cli.py), the views (view.py, report.py), what the controller does (control.py).
+Does not own: exit codes (cli.py), the views (view.py, report.py, explained.py), what the controller does
+              (control.py).
 Invariant: nothing is sent that the controller would refuse for its form; results go to stdout, the rest to
            stderr.
 """
@@ -23,7 +24,7 @@ from dynamo_poa.config import CommonConfig, ControllerConfig
 from dynamo_poa.errors import ConfigError, ParamsError
 from dynamo_poa.serve.record import record as record_until
 from dynamo_poa.serve.report import report_view
-from dynamo_poa.serve.show import console, read_duration_s
+from dynamo_poa.serve.show import console, read_duration_s, read_instant_s
 from dynamo_poa.serve.target import ask, connected, find_target
 from dynamo_poa.serve.view import parameters, record_view
 from dynamo_poa.serve.watch import watch_json, watch_live
@@ -41,6 +42,8 @@ _Namespace = Annotated[
     str | None, typer.Option(help="namespace of the graph; by default that of the one that is running")
 ]
 _Json = Annotated[bool, typer.Option("--json", help="print JSON")]
+_BlockSize = Annotated[int, typer.Option(help="KV block size of the recorded graph, tokens")]
+_DEFAULT_BLOCK_SIZE = CommonConfig().block_size
 _DURATION = "DURATION"
 
 
@@ -52,6 +55,7 @@ def register(app: typer.Typer) -> None:
     app.command("release")(release)
     app.command("record")(record)
     app.command("estimate")(estimate)
+    app.command("explain")(explain)
 
 
 def watch(nats: _Nats = None, namespace: _Namespace = None, as_json: _Json = False) -> None:
@@ -133,22 +137,41 @@ def estimate(
     recording: Annotated[Path, typer.Argument(help="file that `record` wrote")],
     as_json: _Json = False,
     window: Annotated[
-        int, typer.Option(help="decisions of each leg that PoA-hat is computed over")
+        int, typer.Option(help="decisions of each leg that the frozen PoA-hat is computed over")
     ] = ControllerConfig().window,
-    block_size: Annotated[
-        int, typer.Option(help="KV block size of the recorded graph, tokens")
-    ] = CommonConfig().block_size,
+    block_size: _BlockSize = _DEFAULT_BLOCK_SIZE,
 ) -> None:
-    """Compute PoA-hat, TTFT and outcomes from a recording. The code is the live controller's."""
+    """Compute PoA-hat, speeds, TTFT and outcomes from a recording. The code is the live controller's."""
     # imported here: scipy takes longer to import than the other commands take to run
-    from dynamo_poa.serve.replay import replay
+    from dynamo_poa.serve.replay import encode, replay
 
     ControllerConfig(window=window), CommonConfig(block_size=block_size)  # refuse what is out of bounds
     report = replay(recording, window=window, block_size=block_size)
     if as_json:
-        sys.stdout.write(msgspec.json.encode(report).decode() + "\n")
+        sys.stdout.write(encode(report).decode() + "\n")
     else:
         console().print(report_view(report))
+
+
+def explain(
+    recording: Annotated[Path, typer.Argument(help="file that `record` wrote")],
+    at: Annotated[
+        str, typer.Option("--at", help="seconds since its first message, such as 12.5", metavar="T")
+    ],
+    as_json: _Json = False,
+    block_size: _BlockSize = _DEFAULT_BLOCK_SIZE,
+) -> None:
+    """Show who should have been where at one instant. And what it would have saved, from a recording."""
+    from dynamo_poa.serve.explain import explain as explain_instant
+    from dynamo_poa.serve.explained import explanation_view
+    from dynamo_poa.serve.replay import encode
+
+    CommonConfig(block_size=block_size)
+    explanation = explain_instant(recording, read_instant_s("--at", at), block_size=block_size)
+    if as_json:
+        sys.stdout.write(encode(explanation).decode() + "\n")
+    else:
+        console().print(explanation_view(explanation))
 
 
 async def _ask(

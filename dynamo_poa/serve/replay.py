@@ -1,34 +1,28 @@
-"""What PoA-hat, TTFT and outcomes a recording shows, by the code that judges them live.
+"""What PoA-hat, speeds, TTFT and outcomes a recording shows, by the code that judges them live.
 
-Owns: the replay's clock (the recording's own), its periods, which leg's first token is the request's.
-Does not own: the file format (recording.py), joining decisions (decisions.py), PoA-hat (estimator.py), the
-              report's looks (report.py).
+Owns: the periods, what an estimate of the whole recording is.
+Does not own: playing the recording (playback.py), PoA-hat (estimator.py, frozen.py), the report's looks
+              (report.py).
 Invariant: the same recording gives the same report; what was not understood is in it, counted and named.
 """
 
 import math
 import sys
-from collections import Counter
-from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 
-from dynamo_poa import wire
 from dynamo_poa.config import ControllerConfig
 from dynamo_poa.decisions import MAX_SAMPLES, DecisionLog
-from dynamo_poa.errors import RecordingError, WireError
+from dynamo_poa.estimator import MarginalEstimator
 from dynamo_poa.frozen import METHOD, frozen_estimate
-from dynamo_poa.recording import Reader
+from dynamo_poa.serve.playback import Instant, Playback
 from dynamo_poa.serve.report import Period, Report
+from dynamo_poa.serve.speeds import Speeds
+from dynamo_poa.snapshot import price
 from dynamo_poa.values import Estimate, Role
 
-PERIOD_S = 5.0
-MAX_NAMED_SUBJECTS = 20  # of those we do not know; the rest of a foreign stream is one number
-MAX_SUBJECT = 200  # characters shown of one
-OURS = ("decisions", "params", "telemetry")
-
-_decode_batch = msgspec.msgpack.Decoder(wire.DecisionBatch).decode
+PERIOD_S = 5.0  # a multiple of the time between two snapshots
 
 
 class _Mean:
@@ -47,135 +41,107 @@ class _Mean:
         return self._total / self.samples if self.samples else None
 
 
-class _Replay:
-    """Feeds decisions to a log with the live window, and to one that keeps them all (0.3 kB each)."""
+class _Periods:
+    """Prices instants as they come and closes a period when one of a later period comes."""
 
-    def __init__(self, window: int, block_size: int, answering: frozenset[Role]) -> None:
-        self.live = DecisionLog(
-            window=window,
-            ttft_window_s=PERIOD_S,
-            stale_s=ControllerConfig().stale_s,
-            block_size=block_size,
-            answering=answering,
-        )
-        self.whole = DecisionLog(
-            window=sys.maxsize,
-            ttft_window_s=math.inf,
-            stale_s=math.inf,
-            block_size=block_size,
-            answering=answering,
-        )
-        self.periods: list[Period] = []
-        self._from_s: float | None = None
+    def __init__(self, log: DecisionLog) -> None:
+        self.closed: list[Period] = []
+        self.whole = MarginalEstimator(math.inf)
+        self._live = MarginalEstimator(ControllerConfig().estimate_window_s)
+        self._log = log
+        self._from_s = 0.0
+        self._batches = 0
 
-    def decisions(self, data: bytes, at_s: float) -> None:
-        """Take in a batch, closing the period before it when it is of a later one."""
-        if self._from_s is not None and at_s >= self._from_s + PERIOD_S:
+    def take(self, instant: Instant) -> None:
+        """Take in the snapshots of an instant; what was decided before it is in the log already."""
+        prices = [price(snapshot) for snapshot in instant.snapshots]
+        self._live.add(prices)
+        self.whole.add(prices)
+        if instant.at_s >= self._from_s + PERIOD_S:
             self.close()
-        if self._from_s is None:
-            self._from_s = at_s - at_s % PERIOD_S
-        self.live.receive(data, at_s)
-        self.whole.receive(data, at_s)
+            self._from_s = instant.at_s - instant.at_s % PERIOD_S
 
     def close(self) -> None:
-        """Close the period that is open."""
-        if self._from_s is None:
-            return
-        from_s, to_s = self._from_s, self._from_s + PERIOD_S
-        self._from_s = None
-        self.live.advance(to_s)
-        windows = self.live.windows()
-        self.periods.append(
-            Period(
-                from_s=from_s,
-                to_s=to_s,
-                poa=frozen_estimate(windows),
-                poa_samples={str(role): len(window) for role, window in windows.items()},
-                ttft=self.live.take_ttft(),
+        """Close the period that is open; one without decisions is none."""
+        to_s = self._from_s + PERIOD_S
+        self._log.advance(to_s)
+        ttft, decided = self._log.take_ttft(), self._log.batches > self._batches
+        self._batches = self._log.batches
+        if decided:
+            self.closed.append(
+                Period(
+                    from_s=self._from_s,
+                    to_s=to_s,
+                    poa=self._live.estimate(to_s),
+                    frozen=frozen_estimate(self._log.windows()),
+                    ttft=ttft,
+                )
             )
-        )
 
 
 def replay(path: Path, *, window: int, block_size: int) -> Report:
     """Replay a recording on its own clock.
 
-    Raises:  RecordingError when the file is not a recording.
+    Args:    window: decisions of each leg that the frozen estimate is computed over.
+    Raises:  RecordingError when the file is not a recording, or nothing in it is of use.
     """
-    if path.exists() and not path.is_file():
-        raise RecordingError(f"{path}: must be a file: it is read twice")
-    reader = Reader(path)
-    replayed = _Replay(window, block_size, _answering(path))
-    messages, unknown, notes = Counter[str](), Counter[str](), Counter[str]()
-    first_at_s, at_s = None, 0.0
-    for line in reader:
-        first_at_s = line.at_s if first_at_s is None else first_at_s
-        if line.at_s - first_at_s < at_s:
-            notes["messages earlier than the one before"] += 1
-        at_s = max(at_s, line.at_s - first_at_s)
-        topic = _topic(line.subject)
-        if topic is None:
-            name = ascii(line.subject[:MAX_SUBJECT])  # it may be anything, a terminal's commands included
-            unknown[name if name in unknown or len(unknown) < MAX_NAMED_SUBJECTS else "others"] += 1
-            continue
-        messages[topic] += 1
-        if topic == "decisions":
-            replayed.decisions(line.data, at_s)
-    replayed.close()
-    log, ttft = replayed.whole, replayed.whole.take_ttft()
-    overall, overall_samples = _overall(log, window)
-    notes.update({f"decisions refused: {reason}": count for reason, count in log.refused.items()})
-    notes.update(
-        {
-            "decision batches lost": log.lost,
-            "decision events dropped by routers": log.dropped,
-            "decisions without candidates": log.unrecorded,
-            "decisions with impossible candidates": log.unpriced,
-            "requests given up, too many open": log.forgotten,
-            f"TTFT of the last {MAX_SAMPLES} requests only": int(ttft.samples == MAX_SAMPLES),
-        }
+    config, speeds = ControllerConfig(), Speeds()
+
+    def log_of(window: int, ttft_window_s: float, stale_s: float, answering: frozenset[Role]) -> DecisionLog:
+        return DecisionLog(
+            window=window,
+            ttft_window_s=ttft_window_s,
+            stale_s=stale_s,
+            block_size=block_size,
+            answering=answering,
+        )
+
+    playback = Playback(
+        path,
+        block_size=block_size,
+        make_log=lambda answering: log_of(window, PERIOD_S, config.stale_s, answering),
+        also=lambda data, at_s: whole.receive(data, at_s),
+        on_pass=speeds.take_pass,
     )
+    whole = log_of(sys.maxsize, math.inf, math.inf, playback.answering)  # 0.3 kB a decision
+    periods = _Periods(playback.log)
+    for instant in playback.instants():
+        periods.take(instant)
+    periods.close()
+    ttft = whole.take_ttft()
+    notes = dict(playback.notes)
+    notes[f"TTFT of the last {MAX_SAMPLES} requests only"] = int(ttft.samples == MAX_SAMPLES)
     legs: dict[str, dict[str, int]] = {}
-    for (role, outcome), count in sorted(log.outcomes.items()):
+    for (role, outcome), count in sorted(whole.outcomes.items()):
         legs.setdefault(role, {})[outcome] = count
+    workers = speeds.workers(playback.latencies.values())
+    overall = Period(
+        from_s=0.0,
+        to_s=playback.at_s,
+        poa=periods.whole.estimate(playback.at_s),
+        frozen=_frozen_overall(whole, window),
+        ttft=ttft,
+    )
     return Report(
-        header=reader.header,
+        header=playback.reader.header,
         window=window,
         block_size=block_size,
-        overall=Period(from_s=0.0, to_s=at_s, poa=overall, poa_samples=overall_samples, ttft=ttft),
-        periods=tuple(replayed.periods),
+        estimate_s=config.estimate_s,
+        estimate_window_s=config.estimate_window_s,
+        overall=overall,
+        periods=tuple(periods.closed),
+        pools=speeds.pools(workers),
+        workers=workers,
         legs=legs,
-        messages=dict(messages),
-        unknown=dict(unknown),
-        skipped=dict(reader.skipped),
+        messages=dict(playback.messages),
+        unknown=dict(playback.unknown),
+        skipped=dict(playback.reader.skipped),
         notes={note: count for note, count in notes.items() if count},
     )
 
 
-def _answering(path: Path) -> frozenset[Role]:
-    """Return the legs whose first token is the request's: prefill's only where routers see no other leg."""
-    answering = frozenset({Role.DECODE, Role.AGGREGATED})
-    for line in Reader(path):
-        if _topic(line.subject) != "decisions":
-            continue
-        with suppress(msgspec.DecodeError):  # counted by the replay itself
-            if any(event.role in answering for event in _decode_batch(line.data).events):
-                return answering
-    return frozenset({Role.PREFILL})
-
-
-def _topic(subject: str) -> str | None:
-    """Return a subject's topic, None when it is neither Dynamo's nor ours."""
-    tokens = subject.split(".")
-    if len(tokens) == 3 and tokens[0] == "poa" and tokens[2] in OURS:
-        return tokens[2]
-    try:
-        return wire.parse_subject(subject).topic
-    except WireError:
-        return None
-
-
-def _overall(log: DecisionLog, window: int) -> tuple[Estimate, dict[str, int]]:
-    """Return PoA-hat of all decisions, and how many of each leg are behind it.
+def _frozen_overall(log: DecisionLog, window: int) -> Estimate:
+    """Return the frozen PoA-hat of all decisions.
 
         poa_hat = sum over consecutive windows of poa_hat * decisions / sum over them of decisions
 
@@ -191,18 +157,34 @@ def _overall(log: DecisionLog, window: int) -> tuple[Estimate, dict[str, int]]:
         reasons.append(found.reason)
         if found.poa_hat is not None:
             whole.add(found.poa_hat, found.samples)
-        for role, chunk in chunks.items():
-            if role in found.by_role:
-                legs.setdefault(role, _Mean()).add(found.by_role[role], len(chunk))
+        for role, leg in found.legs.items():
+            if leg.poa_hat is not None:
+                legs.setdefault(role, _Mean()).add(leg.poa_hat, leg.samples)
     if whole.value is None:
-        return Estimate(reason=reasons[0] if reasons else "no decisions"), {}
-    by_role = {role: mean.value for role, mean in legs.items() if mean.value is not None}
-    lacking = "" if by_role.keys() == decided.keys() else reasons[0]
-    overall = Estimate(
+        return Estimate(reason=reasons[0] if reasons else "no decisions", method=METHOD)
+    lacking = "" if legs.keys() == {str(role) for role in decided} else reasons[0]
+    return Estimate(
         poa_hat=whole.value,
         samples=whole.samples,
         reason=lacking,
         method=METHOD,
-        legs={role: Estimate(poa_hat=value, method=METHOD) for role, value in by_role.items()},
+        legs={
+            role: Estimate(poa_hat=mean.value, samples=mean.samples, method=METHOD)
+            for role, mean in legs.items()
+        },
     )
-    return overall, {role: mean.samples for role, mean in legs.items()}
+
+
+def encode(report: msgspec.Struct) -> bytes:
+    """Return a report as JSON with figures to 9 significant digits: the last few differ between machines."""
+    return msgspec.json.encode(_rounded(msgspec.to_builtins(report)))
+
+
+def _rounded(value: object) -> object:
+    if isinstance(value, float):
+        return float(f"{value:.9g}")
+    if isinstance(value, dict):
+        return {key: _rounded(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_rounded(item) for item in value]
+    return value

@@ -57,6 +57,17 @@ def read_duration_s(option: str, text: str) -> float:
     return duration_s
 
 
+def read_instant_s(option: str, text: str) -> float:
+    """Return the seconds in an instant such as 12.5 or 12.5s.
+
+    Raises:  ConfigError naming the option, the value and the bound.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)s?", text, re.ASCII)
+    if match is None:
+        raise ConfigError([f"{option} = {text!r}: must be a number of seconds >= 0, such as 12.5"])
+    return float(match[1])
+
+
 def console(stream: TextIO = sys.stdout) -> Console:
     """Return a console on the stream; text in it is data, never markup."""
     return Console(

@@ -326,13 +326,13 @@ async def test_a_recording_holds_what_was_sent_and_estimates(
     printed = await run(environment, "estimate", str(path), "--json")
     assert (printed.status, printed.err) == (0, "")
     report = json.loads(printed.out)
-    assert report["overall"]["poa"]["legs"]["decode"]["poa_hat"] == 1.0
-    assert report["overall"]["poa"]["samples"] == len(batches)
+    assert report["overall"]["frozen"]["legs"]["decode"]["poa_hat"] == 1.0
+    assert report["overall"]["frozen"]["samples"] == len(batches)
     assert report["overall"]["ttft"]["p50_s"] == 0.25
     assert report["legs"] == {"decode": {"ok": len(batches)}}
     assert (report["skipped"], report["unknown"]) == ({}, {})
     shown = await run(environment, "estimate", str(path))
-    assert f"PoA-hat    1.0000 of {len(batches)} decisions (decode 1.0000); frozen" in shown.out
+    assert f"frozen     1.0000 of {len(batches)} decisions (decode 1.0000); window" in shown.out
 
 
 def sequences(batches: list[Line]) -> list[int]:
