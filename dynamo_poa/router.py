@@ -11,12 +11,13 @@ Source: contract: the relay path must be able to use the same choosing, booking 
 """
 
 import asyncio
+import contextlib
 import functools
 import sys
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
-from typing import Any, Protocol
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from typing import Any, Protocol, TypeVar
 
 import structlog
 
@@ -71,6 +72,33 @@ class Pool(Protocol):
         ...
 
 
+class Call(Protocol):
+    """A request that came over the relay: relay_streams.RelayCall."""
+
+    def id(self) -> str:
+        """Return the request's id, the same on both legs."""
+        ...
+
+    def is_stopped(self) -> bool:
+        """Tell whether its requester has gone or wants no more."""
+        ...
+
+    def stop_generating(self) -> None:
+        """Ask the worker to end."""
+        ...
+
+    async def send(self, request: dict[str, Any], worker: WorkerKey) -> bool:
+        """Send and wait for the first bytes of the answer, or raise WorkerUnreachable.
+
+        Returns:  whether they are a first token, not an error.
+        """
+        ...
+
+    async def ended(self) -> Outcome:
+        """Wait for the end of the answer and tell how it went."""
+        ...
+
+
 class Params(Protocol):
     """Where the current parameters are read: params.ParamsHolder."""
 
@@ -99,6 +127,17 @@ class Directory(Protocol):
     def refused(self, worker_id: int) -> bool:
         """Tell whether the worker is alive but not to be used."""
         ...
+
+
+T = TypeVar("T")
+# How a chosen worker is reached: over the request plane by Dynamo's own client, or by the relay.
+Send = Callable[[dict[str, Any], WorkerKey], Awaitable[T]]
+
+
+class _Account:
+    """How a leg went: what it is unless a line says otherwise."""
+
+    outcome = Outcome.FAILED
 
 
 class RequestRefused(PoaError):
@@ -158,34 +197,55 @@ class Leg:
 
     async def generate(self, request: dict[str, Any], context: Any) -> AsyncIterator[Any]:
         """Serve one leg of one request: Dynamo's endpoint handler (its second argument must be `context`)."""
+
+        async def send(request: dict[str, Any], worker: WorkerKey) -> tuple[Any, AsyncIterator[Any]]:
+            return await self._pool.send(request, worker, context)
+
         trip = _Trip(self, request, context.id())
-        loop = asyncio.get_running_loop()
-        orphan_check = self._watch_for_orphan(trip, context)
-        outcome = Outcome.FAILED  # what it is unless a line below says otherwise
-        try:
-            chunk, stream = await self._start(trip, context)
+        with self._accounted(trip, context) as account:
+            chunk, stream = await self._start(trip, context, send)
             if not _is_error(chunk):
                 trip.first_token()
             chunk.pop("routing_data", None)  # the frontend logs two errors per request over a second writer
             yield chunk
             async for chunk in stream:
                 yield chunk
-            outcome = _outcome(chunk, stopped=context.is_stopped())
+            account.outcome = _outcome(chunk, stopped=context.is_stopped())
+
+    async def forward(self, request: dict[str, Any], call: "Call") -> None:
+        """Serve one leg of one request over the relay: the answer's bytes pass `call` by, unread.
+
+        Raises:  what `generate` does; the call tells its requester.
+        """
+        trip = _Trip(self, request, call.id())
+        with self._accounted(trip, call) as account:
+            if await self._start(trip, call, call.send):
+                trip.first_token()
+            account.outcome = await call.ended()
+
+    @contextlib.contextmanager
+    def _accounted(self, trip: "_Trip", context: Any) -> Iterator["_Account"]:
+        """End a trip on every way out, and say how it went."""
+        loop = asyncio.get_running_loop()
+        orphan_check = self._watch_for_orphan(trip, context)
+        account = _Account()
+        try:
+            yield account
         except (GeneratorExit, asyncio.CancelledError):
-            outcome = Outcome.CANCELLED
+            account.outcome = Outcome.CANCELLED
             raise
         except RequestShed:
-            outcome = Outcome.SHED
+            account.outcome = Outcome.SHED
             raise
         except PoaError:
             if not context.is_stopped():  # with the client gone there is nobody to tell
                 raise
         finally:
-            if outcome is Outcome.FAILED and context.is_stopped():
-                outcome = Outcome.CANCELLED
-            if outcome is Outcome.FAILED:
+            if account.outcome is Outcome.FAILED and context.is_stopped():
+                account.outcome = Outcome.CANCELLED
+            if account.outcome is Outcome.FAILED:
                 self._complain(trip, str(sys.exception() or "the engine reported an error"))
-            _run_on(loop, functools.partial(trip.end, outcome, orphan_check))
+            _run_on(loop, functools.partial(trip.end, account.outcome, orphan_check))
 
     def _watch_for_orphan(self, trip: "_Trip", context: Any) -> asyncio.TimerHandle | None:
         """Stop a prefill leg whose decode leg never comes: its engine would hold it for half a minute."""
@@ -214,17 +274,16 @@ class Leg:
         )
         self._complained_at_s, self._unsaid = now_s, 0
 
-    async def _start(self, trip: "_Trip", context: Any) -> tuple[Any, AsyncIterator[Any]]:
+    async def _start(self, trip: "_Trip", context: Any, send: Send[T]) -> T:
         """Choose and send; after a refused connection once more, on another worker."""
         for attempt in range(1, ATTEMPTS + 1):
             worker = await trip.choose(attempt)
             try:
-                if trip.handover is None:
-                    return await self._pool.send(trip.request, worker, context)
-                if self._role is Role.PREFILL:
+                if trip.handover is not None and self._role is Role.PREFILL:
                     self._announce(trip, worker)
-                    return await self._pool.send(trip.request, worker, context)
-                return await self._send_decode(trip, worker, context)
+                elif trip.handover is not None:
+                    return await self._send_decode(trip, worker, send)
+                return await send(trip.request, worker)
             except WorkerUnreachable as unreachable:
                 trip.release()
                 if context.is_stopped():
@@ -261,9 +320,7 @@ class Leg:
         trip.handover.announce(note)
         trip.announced = True
 
-    async def _send_decode(
-        self, trip: "_Trip", worker: WorkerKey, context: Any
-    ) -> tuple[Any, AsyncIterator[Any]]:
+    async def _send_decode(self, trip: "_Trip", worker: WorkerKey, send: Send[T]) -> T:
         """Wait for the prefill worker's address and send; start over when the prefill leg moves elsewhere."""
         assert trip.handover is not None
         version = 0
@@ -276,7 +333,7 @@ class Leg:
                     f"no prefill worker was announced within {HANDOVER_TIMEOUT_S:g} s"
                 ) from None
             _address(trip.request, note)
-            sent = asyncio.ensure_future(self._pool.send(trip.request, worker, context))
+            sent = asyncio.ensure_future(send(trip.request, worker))
             moved = asyncio.ensure_future(trip.handover.wait(trip.request_id, after=version))
             try:
                 await asyncio.wait({sent, moved}, return_when=asyncio.FIRST_COMPLETED)
