@@ -85,5 +85,13 @@ class WorkerUnreachable(PoaError):
         super().__init__(f"worker {worker_id}: {detail}")
 
 
+class RecordUnchangeable(PoaError):
+    """Stay on the stream path: our entry in Dynamo's discovery cannot be made to point to the relay."""
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+        super().__init__(reason)
+
+
 class RequestShed(PoaError):
     """Dynamo refused the request to protect the workers; it is counted apart from failures."""

@@ -7,6 +7,7 @@ Source: Contracts of the architecture; worker ids are unsigned 64-bit and never 
 """
 
 import math
+import re
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -114,6 +115,39 @@ class Booked(NamedTuple):
 
     worker: WorkerKey
     cached_tokens: int
+
+
+class Address(NamedTuple):
+    """Where an instance takes requests; discovery writes `host:port/<instance id in hex>/<endpoint>`."""
+
+    host: str
+    port: int
+    path: str
+
+    @classmethod
+    def parse(cls, text: str) -> "Address":
+        """Read discovery's form.
+
+        Raises:  ValueError for anything else.
+        """
+        found = re.fullmatch(
+            r"(?:\[([0-9a-fA-F:.]+)\]|([0-9a-fA-F:.]+)|([^:/\[\]]+)):(\d{1,5})/([0-9a-fA-F]{1,16}/.+)",
+            text,
+            re.ASCII,
+        )
+        if found is None or not 0 < int(found[4]) < 65536:
+            raise ValueError(f"{text!r}: must be host:port/<hex id>/<endpoint>")
+        return cls(found[1] or found[2] or found[3], int(found[4]), found[5])
+
+    @property
+    def worker_id(self) -> int:
+        """Return the instance's id."""
+        return int(self.path.partition("/")[0], 16)
+
+    def __str__(self) -> str:
+        """Return discovery's form."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{self.port}/{self.path}"
 
 
 class RouterParams(msgspec.Struct, frozen=True, kw_only=True):
