@@ -117,6 +117,12 @@ class Booked(NamedTuple):
     cached_tokens: int
 
 
+_ADDRESS = re.compile(
+    r"(?:\[([0-9a-fA-F:.]+)\]|([0-9a-fA-F:.]+)|([^:/\[\]]+))"  # IPv6, with brackets or without, or a name
+    r":([0-9]{1,5})/([0-9a-fA-F]{1,16}/.+)"
+)
+
+
 class Address(NamedTuple):
     """Where an instance takes requests; discovery writes `host:port/<instance id in hex>/<endpoint>`."""
 
@@ -130,11 +136,7 @@ class Address(NamedTuple):
 
         Raises:  ValueError for anything else.
         """
-        found = re.fullmatch(
-            r"(?:\[([0-9a-fA-F:.]+)\]|([0-9a-fA-F:.]+)|([^:/\[\]]+)):(\d{1,5})/([0-9a-fA-F]{1,16}/.+)",
-            text,
-            re.ASCII,
-        )
+        found = _ADDRESS.fullmatch(text)
         if found is None or not 0 < int(found[4]) < 65536:
             raise ValueError(f"{text!r}: must be host:port/<hex id>/<endpoint>")
         return cls(found[1] or found[2] or found[3], int(found[4]), found[5])
