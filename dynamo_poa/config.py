@@ -201,6 +201,12 @@ class RouterConfig(Section, frozen=True, kw_only=True):
             "which legs go through the plugin; `[prefill]` alone costs nothing per token and needs sequential hand-over"
         ),
     ] = ("prefill", "decode")
+    data_path: Annotated[
+        Literal["auto", "relay", "stream"],
+        Knob(
+            "`relay` forwards a request's frame and copies the answer's bytes unread; `stream` passes every token through Dynamo's Python API; `auto` is the relay where Dynamo's release is a tested one and discovery can be rewritten (`file`, etcd), else `stream`, and says why"
+        ),
+    ] = "auto"
     replicas: Annotated[int, Knob("router processes", low=1, high=64)] = 1
     min_prefill_workers: Annotated[int, Knob("registers only when so many are there", low=1, high=1024)] = 1
     min_decode_workers: Annotated[

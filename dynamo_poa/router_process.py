@@ -155,7 +155,7 @@ class RouterProcess:
         for role, runtime in runtimes.items():
             leg = Leg(
                 role,
-                await dynamo_host.WorkerPool.open(runtime, role, config, common),
+                await dynamo_host.WorkerPool.open(runtime, role, config, common, clock),
                 override=functools.partial(dynamo_host.router_override, role, config.overlap_key),
                 params=holder,
                 events=reporter,

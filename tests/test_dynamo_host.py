@@ -1,6 +1,8 @@
 """How the parameters become Dynamo's override, and what its plain exceptions mean."""
 
 import json
+import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,9 +10,18 @@ from fakes import A
 from structlog.testing import capture_logs
 
 from dynamo_poa.clock import ManualClock
-from dynamo_poa.dynamo_host import DECODE_OVERRIDE, WorkerDirectory, WorkerPool, router_override
-from dynamo_poa.errors import WorkerUnreachable
-from dynamo_poa.values import Candidate, Role, RouterParams, WorkerKey
+from dynamo_poa.config import RouterConfig
+from dynamo_poa.dynamo_host import (
+    DECODE_OVERRIDE,
+    WorkerDirectory,
+    WorkerPool,
+    dynamo_version,
+    relay_lack,
+    router_override,
+    use_relay,
+)
+from dynamo_poa.errors import ConfigError, WorkerUnreachable
+from dynamo_poa.values import Address, Candidate, Role, RouterParams, WorkerKey
 
 PARAMS = RouterParams(revision=3, router_temperature=0.7, overlap_weight=0.1)
 
@@ -58,9 +69,9 @@ class Router:
 
 async def test_candidates_are_loads_before_the_prompt_and_what_it_would_add() -> None:
     """Dynamo's loads include the prompt: the difference is its uncached tokens."""
-    pool = WorkerPool(Router(), None, Role.PREFILL, 16)
+    pool = WorkerPool(Router(), None, Role.PREFILL, 16, ManualClock())
     assert await pool.candidates([1] * 64) == (Candidate(A, 0, 48, 100, 7, 2, 4),)
-    pool = WorkerPool(Router(), None, Role.DECODE, 16)
+    pool = WorkerPool(Router(), None, Role.DECODE, 16, ManualClock())
     assert await pool.candidates([1] * 70) == (Candidate(A, 0, 0, 100, 7, 2, 4),)
 
 
@@ -83,7 +94,7 @@ class Client:
 async def test_the_rank_travels_with_the_request_and_the_first_chunk_is_awaited() -> None:
     """Each data-parallel rank has its own queue: the request says which."""
     client = Client(None)
-    first, rest = await WorkerPool(None, client, Role.DECODE, 16).send(
+    first, rest = await WorkerPool(None, client, Role.DECODE, 16, ManualClock()).send(
         {"routing": {"prefill_worker_id": 9}}, WorkerKey(A, 3), None
     )
     assert first == {"token_ids": [0]}
@@ -102,16 +113,16 @@ async def test_the_rank_travels_with_the_request_and_the_first_chunk_is_awaited(
 async def test_what_could_not_be_reached_is_told_apart(client: Client) -> None:
     """Such a request may be tried on another worker."""
     with pytest.raises(WorkerUnreachable) as caught:
-        await WorkerPool(None, client, Role.DECODE, 16).send({}, WorkerKey(A, 0), None)
+        await WorkerPool(None, client, Role.DECODE, 16, ManualClock()).send({}, WorkerKey(A, 0), None)
     assert caught.value.worker_id == A
 
 
 async def test_other_errors_stay_what_they_are() -> None:
     """An engine's own error would happen on any worker."""
     with pytest.raises(Exception, match="max_output_tokens"):
-        await WorkerPool(None, Client("max_output_tokens must be specified"), Role.DECODE, 16).send(
-            {}, WorkerKey(A, 0), None
-        )
+        await WorkerPool(
+            None, Client("max_output_tokens must be specified"), Role.DECODE, 16, ManualClock()
+        ).send({}, WorkerKey(A, 0), None)
 
 
 class Watch:
@@ -164,3 +175,77 @@ def test_cards_are_asked_for_only_while_some_worker_is_unread() -> None:
     directory.refresh()
     assert [card.worker_id for card in directory.cards()] == [3]
     assert directory.card(1) is None
+
+
+class Instances:
+    """Dynamo's client of an endpoint, as far as it lists who is there."""
+
+    def __init__(self, addresses: dict[int, str], kind: str = "tcp") -> None:
+        self.addresses, self.asked, self._kind = addresses, 0, kind
+
+    def instances(self) -> list[Any]:
+        self.asked += 1
+        return [
+            SimpleNamespace(instance_id=w, transport=SimpleNamespace(kind=self._kind, address=address))
+            for w, address in self.addresses.items()
+        ]
+
+
+async def test_a_workers_address_is_remembered_and_read_again_now_and_then() -> None:
+    """Once for a worker that is new, else four times a second: requests do not pay for the size of a pool."""
+    client, clock = Instances({A: f"10.0.0.1:80/{A:x}/generate"}), ManualClock()
+    pool = WorkerPool(None, client, Role.DECODE, 16, clock)
+    assert pool.address(A) == Address("10.0.0.1", 80, f"{A:x}/generate")
+    assert (pool.address(A), client.asked) == (Address("10.0.0.1", 80, f"{A:x}/generate"), 1)
+    client.addresses[5] = "[::1]:81/5/generate"
+    assert (pool.address(5), client.asked) == (Address("::1", 81, "5/generate"), 2)
+    assert (pool.address(6), client.asked) == (None, 3)
+    client.addresses = {5: "[::1]:82/5/generate"}
+    assert pool.address(A) is not None
+    await clock.advance(0.25)
+    assert (pool.address(5), client.asked) == (Address("::1", 82, "5/generate"), 4)
+    assert pool.address(A) is None
+    assert pool.addresses() == [Address("::1", 82, "5/generate")]
+
+
+def test_a_worker_without_a_usable_address_has_none_and_is_named_once() -> None:
+    """It can still be reached through Dynamo's own client; another transport is nothing to complain of."""
+    pool = WorkerPool(None, Instances({7: "nonsense"}), Role.DECODE, 16, ManualClock())
+    with capture_logs() as logs:
+        assert (pool.address(7), pool.address(7)) == (None, None)
+        other = Instances({7: "poa.generate-7"}, kind="nats")
+        assert WorkerPool(None, other, Role.DECODE, 16, ManualClock()).address(7) is None
+    assert [(line["event"], line["worker_id"]) for line in logs] == [("poa.address.refused", "7")]
+
+
+@pytest.mark.parametrize("discovery", ["file", "etcd", "etcd://etcd:2379"])
+def test_on_a_tested_release_and_rewritable_discovery_nothing_lacks(discovery: str) -> None:
+    """`auto` and `relay` then mean the relay, `stream` never does."""
+    assert relay_lack(discovery, "1.4.2") == ""
+    paths = {path: use_relay(RouterConfig(data_path=path), "") for path in ("auto", "relay", "stream")}
+    assert paths == {"auto": True, "relay": True, "stream": False}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "lack"),
+    [
+        (("file", "1.6.1"), "ai-dynamo 1.6.1 is not among the releases the relay is tested on: 1.4.2"),
+        (("kubernetes", "1.4.2"), "an instance's address cannot be rewritten in discovery kubernetes"),
+        (("file", "1.4.2", "nats"), "the relay speaks the tcp request plane, not nats"),
+    ],
+)
+def test_what_lacks_is_said_and_only_auto_goes_without(arguments: tuple[str, ...], lack: str) -> None:
+    """Who asks for the relay by name is told that it cannot be had, with key, value and reason."""
+    assert relay_lack(*arguments) == lack
+    with capture_logs() as logs:
+        assert use_relay(RouterConfig(), lack) is False
+        assert use_relay(RouterConfig(data_path="stream"), lack) is False
+    assert [(line["data_path"], line["reason"]) for line in logs] == [("stream", lack)]
+    with pytest.raises(ConfigError) as caught:
+        use_relay(RouterConfig(data_path="relay"), lack)
+    assert caught.value.problems == (f"PoaRouter.data_path = 'relay': {lack}",)
+
+
+def test_the_release_that_is_installed_is_known() -> None:
+    """It decides whether the relay may be used."""
+    assert re.fullmatch(r"\d+\.\d+\.\d+.*", dynamo_version())
