@@ -65,6 +65,15 @@ class WireError(PoaError):
         super().__init__(f"{reason}: {detail}")
 
 
+class FrameError(PoaError):
+    """Hand the bytes on as they came, or close: they are not what this place of the request plane promises."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        self.reason = reason  # a short token fit for a metric label
+        self.detail = detail
+        super().__init__(f"{reason}: {detail}")
+
+
 class RecordingError(PoaError):
     """Stop: a recording cannot be written, or a file is none. The message names the file."""
 
