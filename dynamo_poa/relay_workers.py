@@ -20,14 +20,14 @@ from types import TracebackType
 from typing import Self
 
 from dynamo_poa.clock import Clock
-from dynamo_poa.errors import WorkerUnreachable
+from dynamo_poa.errors import FrameError, WorkerUnreachable
+from dynamo_poa.frames import AckParser
 from dynamo_poa.values import Address
 
 ACK_TIMEOUT_S = 5.0  # Dynamo's own, connecting included
 IN_FLIGHT = 1024  # frames of a connection without acknowledgement: Dynamo's own bound
 IDLE_S = 60.0
 TIDY_S = 5.0
-MAX_ACK_BYTES = 64 * 1024  # a sentence; more is another protocol
 
 # A worker's machine that vanishes says nothing. Discovery drops its workers after 10 s: be no slower.
 _KEEPALIVE = (
@@ -121,7 +121,7 @@ class WorkerConnections:
         except OSError as error:
             raise WorkerUnreachable(address.worker_id, str(error)) from error
         if refusal:
-            raise WorkerUnreachable(address.worker_id, refusal.decode(errors="replace"))
+            raise WorkerUnreachable(address.worker_id, refusal)
         return link.watch(address.worker_id)
 
     async def _connect(self, listener: Listener) -> "_Link":
@@ -191,9 +191,9 @@ class _Link(asyncio.Protocol):
         self.used_at_s = clock.monotonic_s()
         self._clock, self._in_flight, self._forget = clock, in_flight, forget
         self._transport: asyncio.Transport | None = None
-        self._acks: deque[asyncio.Future[bytes]] = deque()  # oldest first; who gave up keeps his place
+        self._acks: deque[asyncio.Future[str]] = deque()  # oldest first; who gave up keeps his place
         self._watchers: dict[asyncio.Future[WorkerUnreachable], int] = {}
-        self._received = bytearray()
+        self._parser = AckParser()
         self._paused = self.retired = False
         self._room = asyncio.Event()
 
@@ -202,7 +202,7 @@ class _Link(asyncio.Protocol):
         """Tell whether somebody waits for an acknowledgement or wants to know of its end."""
         return bool(self._watchers) or any(not ack.done() for ack in self._acks)
 
-    async def send(self, frame: Frame) -> bytes:
+    async def send(self, frame: Frame) -> str:
         """Write a frame and return its acknowledgement's text.
 
         Raises:  OSError when the connection is lost before that.
@@ -211,7 +211,7 @@ class _Link(asyncio.Protocol):
             await self._room.wait()
         if self.lost is not None or self._transport is None:
             raise ConnectionResetError(self.lost)
-        ack: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        ack: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._acks.append(ack)
         self.used_at_s = self._clock.monotonic_s()
         self._transport.write(frame)
@@ -251,19 +251,16 @@ class _Link(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Give acknowledgements to those they belong to, in order."""
-        self._received += data
-        while len(self._received) >= 4:
-            length = int.from_bytes(self._received[:4], "big")
-            if length > MAX_ACK_BYTES:
-                return self._fail(f"an acknowledgement of {length} bytes, must be <= {MAX_ACK_BYTES}")
-            if len(self._received) < 4 + length:
-                return None
-            if not self._acks:
-                return self._fail("an acknowledgement of nothing")
-            ack = self._acks.popleft()
-            if not ack.done():
-                ack.set_result(bytes(self._received[4 : 4 + length]))
-            del self._received[: 4 + length]
+        try:
+            self._parser.feed(data)
+            while (text := self._parser.next()) is not None:
+                if not self._acks:
+                    return self._fail("an acknowledgement of nothing")
+                ack = self._acks.popleft()
+                if not ack.done():
+                    ack.set_result(text)
+        except FrameError as error:
+            return self._fail(str(error))
         self._see_room()
         self._close_if_done()
         return None
