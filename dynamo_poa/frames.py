@@ -241,8 +241,8 @@ class Request:
     subject: str
     _fields: dict[str, msgspec.Raw] = field(repr=False)
     _body_at: int
+    _info: bytes
     _around_info: tuple[bytes, bytes]  # in the control
-    _around_address: tuple[bytes, bytes]  # in the info
 
     def get(self, name: str) -> Any:
         """Return one field of the body, None where it is missing. Integers are exact, binary is bytes.
@@ -252,15 +252,26 @@ class Request:
         raw = self._fields.get(name)
         return None if raw is None else decoded(raw)
 
-    def sent_to(self, path: str, address: str, changes: Mapping[str, object] | None = None) -> bytes:
+    def sent_to(
+        self,
+        path: str,
+        address: str,
+        changes: Mapping[str, object] | None = None,
+        *,
+        subject: str | None = None,
+    ) -> bytes:
         """Return the frame for another instance, whose answer is to come back to `address`.
 
-        Every byte stays but the path's (in the headers too), the address's and those of the fields changed.
+        Every byte stays but the path's (in the headers too), the address's, the subject's where one is given,
+        and those of the fields changed.
 
         Args:     path: `<instance id in hex>/<endpoint>`.  changes: whole fields of the body, new ones too.
+                  subject: what the answer's handshake is to name instead.
         """
         frame = self.frame
-        info = _json(address).join(self._around_address)
+        info = self._info.replace(_json(self.address), _json(address))
+        if subject is not None:
+            info = info.replace(_json(self.subject), _json(subject))
         control = _json(info.decode()).join(self._around_info)
         body: bytes | memoryview = frame.payload[self._body_at :]
         if changes:
@@ -293,10 +304,13 @@ def read_request(frame: RequestFrame) -> Request:
     if control.payload_codec != "msgpack":
         raise FrameError("codec", control.payload_codec)
     info = control.connection_info.info
-    back = _read(info.encode(), _Return, "return")
+    info_text = info.encode()
+    back = _read(info_text, _Return, "return")
     if back.stream_type != "response" or back.context != control.id:
         raise FrameError("return", f"{back.stream_type} of {back.context} for {control.id}")
     split_address(back.address)
+    for value in (back.address, back.subject):
+        _around(info_text, value)  # a request is taken over only if it can also be sent on
     return Request(
         frame=frame,
         id=control.id,
@@ -304,9 +318,8 @@ def read_request(frame: RequestFrame) -> Request:
         subject=back.subject,
         _fields=map_fields(payload[body_at:]),
         _body_at=body_at,
-        # Looked for now: a request is taken over only if it can also be sent on.
+        _info=info_text,
         _around_info=_around(control_text, info),
-        _around_address=_around(info.encode(), back.address),
     )
 
 
@@ -333,6 +346,13 @@ def handshake(subject: str) -> bytes:
 def prologue(error: str | None = None) -> bytes:
     """Return the second frame of an answer. With an error it is also the last but the sentinel."""
     return two_part(_json({"error": error}))
+
+
+def error_answer(message: str) -> bytes:
+    """Return what follows the prologue of an answer that fails, as if a handler of Dynamo's had raised."""
+    error = {"error_type": {"Backend": "Unknown"}, "message": message}
+    data = {"data": {"event": "error", "error": error}, "complete_final": False}
+    return two_part(b"", msgspec.msgpack.encode(data)) + two_part(b"", FINAL_BODY) + control("sentinel")
 
 
 def control(word: Literal["stop", "kill", "sentinel"]) -> bytes:

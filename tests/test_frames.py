@@ -19,6 +19,7 @@ from dynamo_poa.frames import (
     TwoPart,
     TwoPartParser,
     control,
+    error_answer,
     error_of,
     handshake,
     prologue,
@@ -182,6 +183,15 @@ def test_only_what_is_changed_changes() -> None:
     assert b"\xabtemperature\xca\x3f\x33\x33\x33" in sent
 
 
+def test_an_answer_can_be_asked_for_under_another_subject() -> None:
+    """So that a second attempt's answer is not taken for the first's; the id in the same text stays."""
+    request = request_in("request")
+    (frame,) = requests_in(request.sent_to("1/generate", "127.0.0.1:9", subject="attempt-2"))
+    again = read_request(frame)
+    assert (again.subject, again.address, again.id) == ("attempt-2", "127.0.0.1:9", request.id)
+    assert again.sent_to(request.frame.path, request.address, subject=request.subject) == request.frame.raw
+
+
 def test_what_is_sent_on_says_the_new_things_and_the_old() -> None:
     """Unsigned 64-bit and binary values survive in changed fields, and a field can be added."""
     changes = {"routing": {"prefill_worker_id": 2**64 - 1, "dp_rank": 3}, "extra": b"\x00\xff"}
@@ -224,6 +234,13 @@ def test_a_worker_that_cannot_begin_says_why_in_the_prologue() -> None:
     assert error_of(failed) == error
     assert prologue(error) == failed.raw
     assert sentinel.control == "sentinel"
+
+
+def test_an_answer_that_fails_is_written_as_dynamo_writes_it() -> None:
+    """A handler raised before its first chunk. Source: frames_response_raised_before_first.bin."""
+    data = captured("response_raised_before_first")
+    subject = subject_of(parts_in(data)[0])
+    assert handshake(subject) + prologue() + error_answer("RuntimeError: raised before first") == data
 
 
 @pytest.mark.parametrize("word", ["kill", "stop"])
@@ -318,6 +335,7 @@ def test_a_request_like_dynamos_is_understood() -> None:
         ({"info": {"address": 4000}}, "return"),
         ({"info": {"address": "4000"}}, "address"),
         ({"info": {"subject": "127.0.0.1:4000"}}, "control"),
+        ({"info": {"subject": "r"}}, "control"),
         ({"body": b""}, "body"),
         ({"body": b"\x90"}, "body"),
         ({"body": b"\xc1"}, "body"),
@@ -489,10 +507,10 @@ def test_a_damaged_request_is_read_or_refused_and_can_be_sent_on_if_it_was_read(
 def test_any_body_and_any_text_in_the_control_are_read_or_refused(body: bytes, text: str) -> None:
     """Also msgpack values that Python has no word for."""
     try:
-        frame = request_with(id=text, info={"context": text, "subject": text}, body=b"\x81\xa1a" + body)
+        frame = request_with(id=text, info={"context": text, "subject": text + "s"}, body=b"\x81\xa1a" + body)
         request = read_request(frame)
         assert request.id == text
-        assert request.subject == text
+        assert request.subject == text + "s"
         assert request.sent_to("a/generate", "127.0.0.1:4000") == frame.raw
         request.get("a")
     except FrameError as refused:
