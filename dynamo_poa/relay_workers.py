@@ -17,7 +17,7 @@ import socket
 from collections import deque
 from collections.abc import Callable, Iterable
 from types import TracebackType
-from typing import Self
+from typing import Self, cast
 
 from dynamo_poa.clock import Clock
 from dynamo_poa.errors import FrameError, WorkerUnreachable
@@ -242,8 +242,7 @@ class _Link(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Take the transport."""
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is not a subclass
         sock = transport.get_extra_info("socket")
         for level, option, value in _KEEPALIVE:
             sock.setsockopt(level, option, value)

@@ -20,8 +20,9 @@ from dynamo_poa.avoid import AvoidList
 from dynamo_poa.bus import Bus
 from dynamo_poa.clock import Clock, SystemClock
 from dynamo_poa.config import CommonConfig, RouterConfig
+from dynamo_poa.data_path import RelayPath, Served
 from dynamo_poa.dynamo_host import WorkerDirectory
-from dynamo_poa.errors import BusError
+from dynamo_poa.errors import BusError, RecordUnchangeable
 from dynamo_poa.handover import HandoverChannel, Handovers
 from dynamo_poa.params import ParamsHolder, ParamsSubscriber
 from dynamo_poa.reporter import DecisionReporter, RouterStatus
@@ -48,6 +49,7 @@ class RouterProcess:
         self._clock: Clock = SystemClock()
         self._stop = asyncio.Event()
         self._endpoints: list[Any] = []  # ours, as the frontend sees them
+        self._served: list[Served] = []
 
     async def serve(self) -> None:
         """Serve the configured legs until SIGTERM or SIGINT, then let running requests finish."""
@@ -94,10 +96,11 @@ class RouterProcess:
             if await self._workers_came(directory):
                 await self._first_params(bus, subscriber)
                 serving = await self._register(runtimes, directory, bus, holder, reporter, stats)
+                path = await self._data_path(stack)
                 metrics.registered = True
                 await self._until_stopped([*serving, directory.task, reporter.task])
                 metrics.registered = False
-                await self._drain(runtimes, serving, stats)
+                await self._drain(runtimes, serving, stats, path)
 
     async def _workers_came(self, directory: WorkerDirectory) -> bool:
         """Wait until every leg has its workers: registered without them, each request would fail."""
@@ -153,9 +156,10 @@ class RouterProcess:
         avoid = AvoidList(config.avoid_s, clock)
         serving: list[asyncio.Future[None]] = []
         for role, runtime in runtimes.items():
+            pool = await dynamo_host.WorkerPool.open(runtime, role, config, common, clock)
             leg = Leg(
                 role,
-                await dynamo_host.WorkerPool.open(runtime, role, config, common, clock),
+                pool,
                 override=functools.partial(dynamo_host.router_override, role, config.overlap_key),
                 params=holder,
                 events=reporter,
@@ -168,6 +172,8 @@ class RouterProcess:
             )
             endpoint = runtime.endpoint(common.router_endpoint(role))
             self._endpoints.append(endpoint)
+            path = common.router_endpoint(role)
+            self._served.append(Served(leg, pool, path, endpoint.connection_id()))
             serving.append(asyncio.ensure_future(endpoint.serve_endpoint(leg.generate)))
             await dynamo_host.register(
                 endpoint, role, common, directory.raw_card(role), bootstrap=handovers is not None
@@ -182,6 +188,21 @@ class RouterProcess:
         )
         return serving
 
+    async def _data_path(self, stack: AsyncExitStack) -> RelayPath | None:
+        """Bring the relay up, where it is wanted and can be had.
+
+        Raises:  ConfigError when it is asked for and cannot be had.
+        """
+        plane = os.environ.get("DYN_REQUEST_PLANE", "tcp")
+        lack = dynamo_host.relay_lack(self._common.discovery, dynamo_host.dynamo_version(), plane)
+        if not dynamo_host.use_relay(self._config, lack):
+            return None
+        try:
+            return await stack.enter_async_context(RelayPath(self._served, self._clock))
+        except RecordUnchangeable as unchangeable:
+            dynamo_host.use_relay(self._config, unchangeable.reason)
+            return None
+
     async def _until_stopped(self, working: list[Any]) -> None:
         """Wait for a signal, or for something that should run for ever to end; the supervisor restarts us."""
         stopped = asyncio.ensure_future(self._stop.wait())
@@ -193,15 +214,22 @@ class RouterProcess:
             log.error("poa.router.lost", what=str(ended), error=repr(ended.exception()))
 
     async def _drain(
-        self, runtimes: dict[Role, Any], serving: list[asyncio.Future[None]], stats: RouterStats
+        self,
+        runtimes: dict[Role, Any],
+        serving: list[asyncio.Future[None]],
+        stats: RouterStats,
+        path: RelayPath | None,
     ) -> None:
         """Leave discovery at once, serve what is still sent here, let it finish for up to `drain_s`."""
         log.info("poa.router.draining", in_flight=sum(stats.in_flight.values()))
         await dynamo_host.leave(self._endpoints)
         await self._clock.sleep(LEAVE_S)
+        until_s = self._clock.monotonic_s() + self._config.drain_s
+        if path is not None:
+            await path.drained(self._config.drain_s)
         for runtime in runtimes.values():
             runtime.shutdown()
-        _, running = await asyncio.wait(serving, timeout=self._config.drain_s)
+        _, running = await asyncio.wait(serving, timeout=max(until_s - self._clock.monotonic_s(), 0.1))
         log.info("poa.router.stopped", cut_off=sum(stats.in_flight.values()), endpoints_open=len(running))
 
 
