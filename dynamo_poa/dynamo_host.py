@@ -43,8 +43,9 @@ DECODE_OVERRIDE = {"overlap_score_credit": 0.0, "assume_kv_reuse": False, "track
 
 ADDRESSES_S = 0.25
 
-# The releases whose request plane the tests have seen: it is no public interface, any other may differ.
-RELAY_TESTED = ("1.4.2",)
+# The releases whose request plane the tests have seen (tests/integration, tests/compat): it is no public
+# interface, any other may differ.
+RELAY_TESTED = ("1.4.2", "1.6.1")
 
 # Plain `Exception`s whose text says that the worker could not be reached at all. Source: measured.
 _UNREACHABLE = ("Connection refused", "Connection reset", "CannotConnect", "Broken pipe", "not found in")

@@ -221,7 +221,7 @@ def test_a_worker_without_a_usable_address_has_none_and_is_named_once() -> None:
 @pytest.mark.parametrize("discovery", ["file", "etcd", "etcd://etcd:2379"])
 def test_on_a_tested_release_and_rewritable_discovery_nothing_lacks(discovery: str) -> None:
     """`auto` and `relay` then mean the relay, `stream` never does."""
-    assert relay_lack(discovery, "1.4.2") == ""
+    assert [relay_lack(discovery, version) for version in ("1.4.2", "1.6.1")] == ["", ""]
     paths = {path: use_relay(RouterConfig(data_path=path), "") for path in ("auto", "relay", "stream")}
     assert paths == {"auto": True, "relay": True, "stream": False}
 
@@ -229,7 +229,7 @@ def test_on_a_tested_release_and_rewritable_discovery_nothing_lacks(discovery: s
 @pytest.mark.parametrize(
     ("arguments", "lack"),
     [
-        (("file", "1.6.1"), "ai-dynamo 1.6.1 is not among the releases the relay is tested on: 1.4.2"),
+        (("file", "1.5.0"), "ai-dynamo 1.5.0 is not among the releases the relay is tested on: 1.4.2, 1.6.1"),
         (("kubernetes", "1.4.2"), "an instance's address cannot be rewritten in discovery kubernetes"),
         (("file", "1.4.2", "nats"), "the relay speaks the tcp request plane, not nats"),
     ],

@@ -55,10 +55,19 @@ def mixed(plan: Plan) -> Plan:
     )
 
 
+def relayed(lines: list[str]) -> bool:
+    """Tell whether the router used the relay, and understood all that came."""
+    assert not [line for line in lines if "poa.relay.frame_handed_on" in line]
+    chosen = [line for line in lines if "poa.data_path.chosen" in line]
+    return any('"data_path":"relay"' in line.replace(" ", "") for line in chosen)
+
+
+@pytest.mark.parametrize("data_path", ["relay", "stream"])
 @pytest.mark.parametrize("graph", ["disagg_poa", "agg_poa"], ids=["disaggregated", "aggregated"])
-async def test_a_later_dynamo_routes_to_our_workers_and_swaps_parameters(graph: str) -> None:
-    """Requests succeed, and those after a swap carry its revision on every leg. Source: issue 2."""
-    overrides = [o for o in OVERRIDES if graph == "disagg_poa" or "Decode" not in o]
+async def test_a_later_dynamo_routes_to_our_workers_and_swaps_parameters(graph: str, data_path: str) -> None:
+    """Requests succeed, and those after a swap carry its revision on every leg. Source: issues 2 and 4."""
+    overrides = [f"PoaRouter.data_path={data_path}", *OVERRIDES]
+    overrides = [o for o in overrides if graph == "disagg_poa" or "Decode" not in o]
     overrides = [o.replace("Prefill", "") if graph == "agg_poa" else o for o in overrides]
     plan = mixed(make_plan(f"graphs.{graph}:Frontend", f"graphs/{graph}.yaml", overrides))
     lines: list[str] = []
@@ -90,5 +99,6 @@ async def test_a_later_dynamo_routes_to_our_workers_and_swaps_parameters(graph: 
         await asyncio.sleep(0.3)
         revisions = {event.revision for event in chosen[:seen]}, {event.revision for event in chosen[seen:]}
         assert max(revisions[0]) < min(revisions[1])
+        assert relayed(lines) is (data_path == "relay"), "\n".join(lines[-40:])
         legs = {event.role for event in chosen[seen:]}
         assert len(legs) == (2 if graph == "disagg_poa" else 1)
