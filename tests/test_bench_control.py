@@ -79,4 +79,4 @@ def test_help_costs_no_import_of_dynamo():
         check=True,
         timeout=60,
     )
-    assert "some of ingest, tick, swap, hop, latency, observe, memory" in " ".join(done.stdout.split())
+    assert "some of ingest, tick, swap, hop, relay, latency, observe, memory" in " ".join(done.stdout.split())

@@ -43,7 +43,7 @@ async def test_tokens_are_counted_across_packet_borders() -> None:
     for cut in range(len(OK), len(whole), 7):
         async with server(whole[:cut], whole[cut:], pause_s=0.001) as client:
             result = await client.complete(PROMPT)
-        assert (result.error, result.tokens) == ("", 3), cut
+        assert (result.error, result.tokens, client.tokens) == ("", 3, 3), cut
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from dynamo_poa.bench import hop, ingest, latency, memory, observe, snapshot, swap, tick
+from dynamo_poa.bench import hop, ingest, latency, memory, observe, relay, snapshot, swap, tick
 from dynamo_poa.bench.report import Figure, Report, table, this_machine
 from dynamo_poa.errors import PoaError
 from dynamo_poa.telemetry import configure_logging
@@ -47,6 +47,7 @@ FIGURES: dict[str, Measurement] = {
     "tick": lambda lengths, say: tick.measure(lengths.ticks, say),
     "swap": lambda lengths, say: swap.measure(lengths.swaps, say),
     "hop": lambda lengths, say: hop.measure(lengths.turns, lengths.turn_s, say),
+    "relay": lambda lengths, say: relay.measure(lengths.turns, lengths.turn_s, say),
     "latency": lambda lengths, say: latency.measure(lengths.latency_s, say),
     "observe": lambda lengths, say: observe.measure(lengths.observe_s, say),
     "memory": lambda lengths, say: memory.measure(lengths.minutes, say),

@@ -1,6 +1,6 @@
 """Drives a frontend with streaming completions and times what a client sees.
 
-Owns: one HTTP request per connection, its TTFT and outcome; a closed loop of a given concurrency.
+Owns: one HTTP request per connection, its id, its TTFT and outcome; a closed loop of a given concurrency.
 Does not own: what the numbers mean (demo.py, the bench reports).
 Invariant: every request that was started is accounted for: ok, refused, or failed with a reason.
 Source: measured: on kept connections Nagle and delayed acknowledgements add 35-40 ms to the first token,
@@ -12,6 +12,7 @@ import asyncio
 import itertools
 import json
 import random
+import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import cast
@@ -27,13 +28,18 @@ FIRST_TOKEN_ID = 1000  # ids from here on are plain words in the mock model
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One request as its client saw it. `ttft_s` is None when no token came."""
+    """One request as its client saw it.
+
+    ttft_s:      None when no token came
+    request_id:  what the plugin's decisions call it
+    """
 
     started_at_s: float
     ttft_s: float | None
     latency_s: float
     tokens: int
     error: str  # empty when ok
+    request_id: str = ""
 
     @property
     def ok(self) -> bool:
@@ -70,8 +76,10 @@ def prompts(
 class _Response(asyncio.Protocol):
     """Counts tokens in a streamed response as its bytes arrive."""
 
-    def __init__(self, request: bytes, clock: Clock, done: "asyncio.Future[None]") -> None:
-        self._request, self._clock, self._done = request, clock, done
+    def __init__(
+        self, request: bytes, clock: Clock, done: "asyncio.Future[None]", count: Callable[[int], None]
+    ) -> None:
+        self._request, self._clock, self._done, self._count = request, clock, done, count
         self._tail = b""
         self.first_token_at_s: float | None = None
         self.tokens = 0
@@ -89,6 +97,7 @@ class _Response(asyncio.Protocol):
         if found and self.first_token_at_s is None:
             self.first_token_at_s = self._clock.monotonic_s()
         self.tokens += found
+        self._count(found)
         self.failed = self.failed or _ERROR in window
         if _DONE in window:
             self.complete = True
@@ -104,7 +113,10 @@ class _Response(asyncio.Protocol):
 
 
 class LoadClient:
-    """Sends streaming completions to one frontend."""
+    """Sends streaming completions to one frontend.
+
+    tokens:  that have come so far, over all requests, those still running included
+    """
 
     def __init__(
         self, host: str, port: int, model: str, *, clock: Clock | None = None, timeout_s: float = 60.0
@@ -112,6 +124,7 @@ class LoadClient:
         self._host, self._port, self._model = host, port, model
         self._clock: Clock = clock or SystemClock()
         self._timeout_s = timeout_s
+        self.tokens = 0
 
     async def complete(self, prompt: Prompt) -> Result:
         """Send one request and wait for its end; never raises for what the server does."""
@@ -124,13 +137,15 @@ class LoadClient:
                 "ignore_eos": True,
             }
         ).encode()
+        request_id = str(uuid.uuid4())  # Dynamo takes no other kind
         head = (
             f"POST /v1/completions HTTP/1.1\r\nHost: {self._host}:{self._port}\r\n"
+            f"x-dynamo-request-id: {request_id}\r\n"
             f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
         )
         loop = asyncio.get_running_loop()
         done: asyncio.Future[None] = loop.create_future()
-        response = _Response(head.encode() + body, self._clock, done)
+        response = _Response(head.encode() + body, self._clock, done, self._counted)
         started_at_s = self._clock.monotonic_s()
         error = ""
         transport: asyncio.BaseTransport | None = None
@@ -155,7 +170,11 @@ class LoadClient:
             latency_s=ended_at_s - started_at_s,
             tokens=response.tokens,
             error=error,
+            request_id=request_id,
         )
+
+    def _counted(self, tokens: int) -> None:
+        self.tokens += tokens
 
 
 def _tokens(data: bytes) -> int:
