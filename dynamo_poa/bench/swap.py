@@ -11,13 +11,14 @@ import asyncio
 import random
 import statistics
 from collections.abc import Callable
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 import msgspec
 import uvloop
 
 from dynamo_poa.bench.load import ClosedLoop, LoadClient, Result, prompts
-from dynamo_poa.bench.report import Figure, MeasurementError, at_least, at_most, plain
+from dynamo_poa.bench.report import Figure, Measure, MeasurementError, at_least, at_most, plain
 from dynamo_poa.bench.story import SwapWatch
 from dynamo_poa.bus import Bus
 from dynamo_poa.clock import SystemClock
@@ -27,6 +28,7 @@ from dynamo_poa.serve.supervisor import serve_graph
 from dynamo_poa.serve.target import ask
 from dynamo_poa.wire import DecisionBatch, Heartbeat, subject
 
+DATA_PATHS = ("relay", "stream")
 SETTINGS = ((0.7, 0.3), (0.0, 1.0))  # (τ, ω), in turn
 PAUSE_S = (0.3, 0.7)  # between swaps, drawn evenly: requests must not fall in step with ticks
 CONCURRENCY = 16
@@ -47,18 +49,26 @@ OVERRIDES = (
 )
 
 
+class Swaps(NamedTuple):
+    """What was seen on one data path: a latency for each swap, every request, requests a second."""
+
+    latencies_s: list[float]
+    results: list[Result]
+    rate: float
+
+
 def measure(swaps: int, say: Callable[[str], None]) -> Figure:
-    """Swap so many times under load.
+    """Swap so many times under load, on each data path.
 
     Raises:  MeasurementError when a swap was never seen, or the load was too low to tell.
     """
-    result: Figure = uvloop.run(_measure(swaps, say))
-    return result
+    return figure({path: uvloop.run(_measure(path, swaps, say)) for path in DATA_PATHS})
 
 
-async def _measure(swaps: int, say: Callable[[str], None]) -> Figure:
+async def _measure(path: str, swaps: int, say: Callable[[str], None]) -> Swaps:
     clock, rng, results = SystemClock(), random.Random(1), list[Result]()
-    plan = make_plan("graphs.disagg_poa:Frontend", "graphs/disagg_poa.yaml", OVERRIDES)
+    overrides = (*OVERRIDES, f"PoaRouter.data_path={path}")
+    plan = make_plan("graphs.disagg_poa:Frontend", "graphs/disagg_poa.yaml", overrides)
     common = plan.sections["Common"]
     assert isinstance(common, CommonConfig)
     async with (
@@ -84,40 +94,44 @@ async def _measure(swaps: int, say: Callable[[str], None]) -> Figure:
             )
             await _seen(watch, before + number + 1, clock)
             if (number + 1) % 25 == 0:
-                say(f"{number + 1} of {swaps} swaps")
+                say(f"{path}: {number + 1} of {swaps} swaps")
             await clock.sleep(rng.uniform(*PAUSE_S))
         latencies_s = watch.latencies_s()[before:]
         rate = len([r for r in results if r.started_at_s >= started_at_s]) / (
             clock.monotonic_s() - started_at_s
         )
         await users.finish()
-    return figure(latencies_s, results, rate)
+    return Swaps(latencies_s, results, rate)
 
 
-def figure(latencies_s: list[float], results: list[Result], rate: float) -> Figure:
-    """Turn what was seen into the figure.
+def figure(found: dict[str, Swaps]) -> Figure:
+    """Turn what was seen, by data path, into the figure.
 
     Raises:  MeasurementError when the load was too low.
     """
-    if rate < LEAST_RPS:
-        raise MeasurementError(f"load = {rate:.0f} requests/s: must be >= {LEAST_RPS:g} to tell")
-    failures = [result.error for result in results if not result.ok]
+    measures, conditions = list[Measure](), list[str]()
+    for path, one in found.items():
+        if one.rate < LEAST_RPS:
+            raise MeasurementError(f"load = {one.rate:.0f} requests/s: must be >= {LEAST_RPS:g} to tell")
+        failures = [result.error for result in one.results if not result.ok]
+        median_ms, worst_ms = statistics.median(one.latencies_s) * 1e3, max(one.latencies_s) * 1e3
+        measures += [
+            at_most(f"{path}_median_ms", f"{path}: median", median_ms, "ms", 50),
+            at_most(f"{path}_worst_ms", f"{path}: worst", worst_ms, "ms", 1200),
+            at_most(f"{path}_failed", f"{path}: failed requests", len(failures), "", 0),
+            plain(f"{path}_swaps", f"{path}: swaps", len(one.latencies_s), ""),
+            plain(f"{path}_requests", f"{path}: requests", len(one.results), ""),
+            at_least(f"{path}_rate", f"{path}: load", one.rate, "requests/s", LEAST_RPS),
+        ]
+        conditions += [
+            f"{path}: two choices a request, so waiting for the next one takes {500 / one.rate:.1f} ms of it",
+            *(f"{path}: failure: {error}" for error in sorted(set(failures))),
+        ]
     return Figure(
         name="swap",
         title="decision to first request routed with it, live graph of 2 prefill and 3 decode workers",
-        measures=(
-            at_most("median_ms", "median", statistics.median(latencies_s) * 1e3, "ms", 50),
-            at_most("worst_ms", "worst", max(latencies_s) * 1e3, "ms", 1200),
-            at_most("failed", "failed requests", len(failures), "", 0),
-            plain("swaps", "swaps", len(latencies_s), ""),
-            plain("requests", "requests", len(results), ""),
-            at_least("rate", "load", rate, "requests/s", LEAST_RPS),
-        ),
-        conditions=(
-            f"{CONCURRENCY} users, 128 tokens in, 8 out; two choices a request, so waiting for the next one "
-            f"takes {500 / rate:.1f} ms of the median",
-            *(f"failure: {error}" for error in sorted(set(failures))),
-        ),
+        measures=tuple(measures),
+        conditions=(f"{CONCURRENCY} users, 128 tokens in, 8 out", *conditions),
     )
 
 
