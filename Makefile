@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed$(subst /,-,$(CURDIR))
 ARGS ?=
 
-.PHONY: venv demo test test-unit test-integration test-compat lint bench-control bench-poa
+.PHONY: venv demo test test-unit test-integration test-compat lint bench-control bench-poa soak
 
 venv: $(STAMP)
 
@@ -39,6 +39,10 @@ bench-control: $(STAMP)
 
 bench-poa: $(STAMP)
 	$(BIN)/python -m dynamo_poa.bench.sweep $(ARGS)
+
+# Twenty minutes of load while processes are killed and stopped: make soak ARGS="--minutes 3 --json soak.json"
+soak: $(STAMP)
+	$(BIN)/python -m dynamo_poa.bench.soak $(ARGS)
 
 # The plugin, the controller and the frontend on a later Dynamo, workers on ours. That release's own dependencies
 # need a second index for its mock engine, which is not used here, so it is installed without them.

@@ -1,15 +1,17 @@
 """What processes cost, as the kernel counts it.
 
-Owns: reading processor time and memory of processes and of the machine.
+Owns: reading processor time, memory and sockets of processes and processor time of the machine.
 Does not own: which processes those are, what the numbers mean.
 Source: proc(5).
 """
 
+import contextlib
 import os
 from pathlib import Path
 from typing import NamedTuple
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+_LISTENS = "0A"  # a state of TCP
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -43,3 +45,25 @@ def busy_frac(before: MachineTime, after: MachineTime) -> float:
     """Return the share of the machine's cores that was busy in between."""
     total_s = after.total_s - before.total_s
     return (after.busy_s - before.busy_s) / total_s if total_s > 0 else 0.0
+
+
+def sockets(pid: int) -> set[int]:
+    """Return the inodes of the sockets a process holds open."""
+    found = set()
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            kind, _, inode = os.readlink(entry).partition(":[")
+            if kind == "socket":
+                found.add(int(inode[:-1]))
+    return found
+
+
+def listening_ports(pid: int) -> set[int]:
+    """Return the TCP ports a process listens on."""
+    held, found = sockets(pid), set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            _, local, _, state, *_, inode = line.split()[:10]
+            if state == _LISTENS and int(inode) in held:
+                found.add(int(local.rpartition(":")[2], 16))
+    return found
