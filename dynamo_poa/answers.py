@@ -55,6 +55,11 @@ class AnswerWatch:
         return self.final and self.failure is None
 
     @property
+    def failing(self) -> bool:
+        """Tell whether the last whole data frame reports a failure. Reads that frame: not for every chunk."""
+        return _failure(self._kept) is not None
+
+    @property
     def held_bytes(self) -> int:
         """Return how many bytes are kept."""
         return len(self._head) + len(self._body) + len(self._kept)

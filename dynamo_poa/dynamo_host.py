@@ -9,6 +9,7 @@ Source: measured on ai-dynamo 1.4.2 and 1.6.1. The pattern is Dynamo's own for r
 """
 
 import asyncio
+import functools
 import importlib.metadata
 import json
 import os
@@ -312,15 +313,26 @@ class WorkerPool:
         return tuple(found)
 
     async def book(self, token_ids: list[int], override: dict[str, Any], booking: str) -> Booked:
-        """Let KvRouter choose a worker and count the request as its load, until `free(booking)`."""
+        """Let KvRouter choose a worker and count the request as its load, until `free(booking)`.
+
+        Cancelled, the booking is ended when it is known: `free` before that would free nothing.
+        """
+        choosing = asyncio.ensure_future(self._router.best_worker(token_ids, override, booking))
         try:
-            worker_id, dp_rank, overlap_blocks = await self._router.best_worker(token_ids, override, booking)
+            worker_id, dp_rank, overlap_blocks = await asyncio.shield(choosing)
+        except asyncio.CancelledError:
+            choosing.add_done_callback(functools.partial(self._unbook, booking))
+            raise
         except RouterQueueLimitExceeded as error:
             raise RequestShed(str(error)) from error
         # the decode leg computes no prompt; what KvRouter calls overlap there is its own guess
         cached_blocks = 0 if self._role is Role.DECODE else overlap_blocks
         cached_tokens = min(cached_blocks * self._block_size, len(token_ids))
         return Booked(WorkerKey(worker_id, dp_rank), cached_tokens)
+
+    def _unbook(self, booking: str, choosing: "asyncio.Future[Any]") -> None:
+        if not choosing.cancelled() and choosing.exception() is None:
+            self.free(booking)
 
     def prefilled(self, booking: str) -> None:
         """Tell KvRouter that the first token is out. Does not wait."""

@@ -66,7 +66,7 @@ class WireError(PoaError):
 
 
 class FrameError(PoaError):
-    """Hand the bytes on as they came, or close: they are not what this place of the request plane promises."""
+    """Hand the bytes on as they came, or close: not what this place of the request plane promises."""
 
     def __init__(self, reason: str, detail: str) -> None:
         self.reason = reason  # a short token fit for a metric label

@@ -3,7 +3,7 @@
 Owns: one kept connection per listener (all workers of a process share one), the order of
       acknowledgements, how many frames may wait for theirs, noticing that a worker's process has gone.
 Does not own: what is in a frame (frames.py), the answer, which comes over a connection of the worker's own
-      (relay_streams.py), or where a worker listens (dynamo_host.py).
+      (relay_answers.py), or where a worker listens (dynamo_host.py).
 Invariant: the n-th acknowledgement of a connection belongs to its n-th frame, whatever became of its sender;
            a connection that owes an overdue one takes no further frame.
 Source: ai-dynamo 1.4.2 on the wire: an acknowledgement is `u32 length | text`, empty when the frame was
@@ -13,7 +13,6 @@ Source: ai-dynamo 1.4.2 on the wire: an acknowledgement is `u32 length | text`, 
 """
 
 import asyncio
-import socket
 from collections import deque
 from collections.abc import Callable, Iterable
 from types import TracebackType
@@ -22,6 +21,7 @@ from typing import Self, cast
 from dynamo_poa.clock import Clock
 from dynamo_poa.errors import FrameError, WorkerUnreachable
 from dynamo_poa.frames import AckParser
+from dynamo_poa.sockets import notice_loss
 from dynamo_poa.values import Address
 
 ACK_TIMEOUT_S = 5.0  # Dynamo's own, connecting included
@@ -29,15 +29,7 @@ IN_FLIGHT = 1024  # frames of a connection without acknowledgement: Dynamo's own
 IDLE_S = 60.0
 TIDY_S = 5.0
 
-# A worker's machine that vanishes says nothing. Discovery drops its workers after 10 s: be no slower.
-_KEEPALIVE = (
-    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
-    (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 4),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 2),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
-    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 10_000),
-)
+UNREAD_S = 10.0  # a worker always reads: frames are not answers
 
 Frame = bytes | bytearray | memoryview
 Listener = tuple[str, int]
@@ -243,9 +235,7 @@ class _Link(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Take the transport."""
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is not a subclass
-        sock = transport.get_extra_info("socket")
-        for level, option, value in _KEEPALIVE:
-            sock.setsockopt(level, option, value)
+        notice_loss(transport, UNREAD_S)
         self._see_room()
 
     def data_received(self, data: bytes) -> None:

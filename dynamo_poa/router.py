@@ -73,7 +73,7 @@ class Pool(Protocol):
 
 
 class Call(Protocol):
-    """A request that came over the relay: relay_streams.RelayCall."""
+    """A request that came over the relay: relay_call.RelayCall."""
 
     def id(self) -> str:
         """Return the request's id, the same on both legs."""

@@ -11,19 +11,21 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from dynamo_poa.bus import Bus
+from dynamo_poa.data_path import RelayPath
 from dynamo_poa.params import ParamsHolder
 from dynamo_poa.reporter import DecisionReporter
 from dynamo_poa.router import RouterStats
 
 
 class RouterMetrics(Collector):
-    """Collects on demand; `registered` is what /health answers with."""
+    """Collects on demand; `registered` is what /health answers with, `path` is the relay's, if any."""
 
     def __init__(
         self, stats: RouterStats, holder: ParamsHolder, reporter: DecisionReporter, bus: Bus
     ) -> None:
         self._stats, self._holder, self._reporter, self._bus = stats, holder, reporter, bus
         self.registered = False
+        self.path: RelayPath | None = None
         self.registry = CollectorRegistry()
         self.registry.register(self)
 
@@ -63,3 +65,35 @@ class RouterMetrics(Collector):
             ("bus_reconnects", self._bus.reconnects, "reconnects to NATS"),
         ):
             yield CounterMetricFamily(f"poa_router_{name}", doc, value=count)
+        yield from self._relay()
+
+    def _relay(self) -> Iterator[Metric]:
+        path = self.path
+        relayed = path is not None and path.in_force
+        yield GaugeMetricFamily(
+            "poa_router_relay_in_force",
+            "1 while requesters are sent to the relay",
+            value=relayed,
+        )
+        if path is None:
+            return
+        for name, count, doc in (
+            ("requests", path.relay.forwarded, "requests taken over by the relay"),
+            ("frames_lost", path.relay.lost, "frames handed on that no endpoint took"),
+            ("dialled_in_vain", path.answers.turned_away, "workers' answers that nobody waited for any more"),
+        ):
+            yield CounterMetricFamily(f"poa_router_relay_{name}", doc, value=count)
+        handed_on = CounterMetricFamily(
+            "poa_router_relay_handed_on", "frames handed to Dynamo's own endpoint", labels=["reason"]
+        )
+        for reason, count in path.relay.handed_on.items():
+            handed_on.add_metric([reason], count)
+        yield handed_on
+        connections = GaugeMetricFamily("poa_router_relay_connections", "open connections", labels=["of"])
+        for of, count in (
+            ("requests", path.relay.connections),
+            ("answers", path.answers.open),
+            ("workers", path.workers.open),
+        ):
+            connections.add_metric([of], count)
+        yield connections

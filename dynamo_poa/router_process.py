@@ -96,7 +96,7 @@ class RouterProcess:
             if await self._workers_came(directory):
                 await self._first_params(bus, subscriber)
                 serving = await self._register(runtimes, directory, bus, holder, reporter, stats)
-                path = await self._data_path(stack)
+                path = metrics.path = await self._data_path(stack)
                 metrics.registered = True
                 await self._until_stopped([*serving, directory.task, reporter.task])
                 metrics.registered = False
@@ -200,8 +200,11 @@ class RouterProcess:
         try:
             return await stack.enter_async_context(RelayPath(self._served, self._clock))
         except RecordUnchangeable as unchangeable:
-            dynamo_host.use_relay(self._config, unchangeable.reason)
-            return None
+            lack = unchangeable.reason
+        except OSError as error:
+            lack = f"the relay cannot listen: {error}"
+        dynamo_host.use_relay(self._config, lack)
+        return None
 
     async def _until_stopped(self, working: list[Any]) -> None:
         """Wait for a signal, or for something that should run for ever to end; the supervisor restarts us."""
