@@ -140,7 +140,7 @@ async def _held_back(bench: RelayBench) -> Any:
 async def test_an_answer_is_complete_with_its_final_frame_however_fast_its_requester_leaves(
     ends: bool,
 ) -> None:
-    """`complete_final` alone decides; who has it closes first, often by a reset. Source: measured on 1.4.2."""
+    """`complete_final` alone decides; who has it closes first, often by a reset. Source: measured."""
     async with RelayBench() as bench:
 
         async def play(dial: Dial) -> None:

@@ -56,6 +56,7 @@ AGG_3 = (
     f"Worker.args={MOCK_ARGS}",
     "PoaRouter.min_decode_workers=3",
 )
+DATA_PATHS = ("relay", "stream")
 # What regime changes are forced with: any TTFT at all is over both thresholds, and idleness ends them.
 FORCED = (
     "PoaController.tick_s=0.1",
@@ -186,6 +187,16 @@ class LiveGraph:
     async def metrics(self, process: str) -> dict[str, float]:
         """Return one of our processes' samples, each of which must be finite."""
         return samples_of(await self.get(self.running.metrics_urls[process]))
+
+    async def data_path(self) -> str:
+        """Return the path that all requests have taken so far, by the router's own figures."""
+        samples = await self.metrics("router")
+        ended = sum(count for name, count in samples.items() if name.startswith("poa_router_requests_total"))
+        assert not [name for name in samples if "handed_on_total" in name]
+        assert samples.get("poa_router_relay_frames_lost_total", 0) == 0
+        relayed = samples.get("poa_router_relay_requests_total", 0)
+        assert relayed == (ended if samples["poa_router_relay_in_force"] else 0)
+        return "relay" if samples["poa_router_relay_in_force"] else "stream"
 
     async def metrics_until(
         self, process: str, holds: Callable[[dict[str, float]], bool], within_s: float = 5.0

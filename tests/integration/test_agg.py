@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
-from live_graph import AGG_3, FORCED, LiveGraph, live_graph
+from live_graph import AGG_3, DATA_PATHS, FORCED, LiveGraph, live_graph
 from waiting import eventually
 
 from dynamo_poa.serve.mock_model import vocabulary_words
@@ -16,14 +16,17 @@ pytestmark = [pytest.mark.dynamo, pytest.mark.asyncio(loop_scope="module")]
 STATIC, SATURATED = (0.0, 1.0), (0.8, 0.1)  # the router's own, and the paper's for the highest regime
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def graph() -> AsyncIterator[LiveGraph]:
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=DATA_PATHS)
+async def graph(request: pytest.FixtureRequest) -> AsyncIterator[LiveGraph]:
     """3 aggregated workers whose controller may decide but not apply; a regime change is easily forced."""
-    async with live_graph("agg", *AGG_3, *FORCED, "PoaController.mode=shadow") as running:
+    path = f"PoaRouter.data_path={request.param}"
+    async with live_graph("agg", *AGG_3, *FORCED, path, "PoaController.mode=shadow") as running:
         yield running
 
 
-async def test_a_request_is_routed_with_the_parameters_just_set(graph: LiveGraph) -> None:
+async def test_a_request_is_routed_with_the_parameters_just_set(
+    graph: LiveGraph, request: pytest.FixtureRequest
+) -> None:
     """Issue: text comes back, and the next decisions carry the new revision within 1.2 s."""
     status, text = await graph.post("/v1/completions", prompt="Hello there", max_tokens=4)
     answer = json.loads(text)
@@ -44,10 +47,12 @@ async def test_a_request_is_routed_with_the_parameters_just_set(graph: LiveGraph
     assert {event.role for event in graph.chosen()} == {Role.AGGREGATED}
     assert {event.outcome for event in graph.ended()} == {Outcome.OK}
     assert graph.prefill_tokens("backend") >= 12 * 64  # its own workers do both
+    assert await graph.data_path() == request.node.callspec.params["graph"]
     assert (await graph.control(op="release"))["ok"]
     await graph.until(lambda record: (record.router_temperature, record.overlap_weight) == STATIC)
 
 
+@pytest.mark.parametrize("graph", ["relay"], indirect=True)
 async def test_shadow_decides_and_never_applies(graph: LiveGraph) -> None:
     """Issue: shadow never changes parameters; telemetry shows what they would be."""
     await graph.until(lambda record: record.regime is Regime.BELOW and record.ttft_samples == 0, 10)
