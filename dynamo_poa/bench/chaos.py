@@ -26,7 +26,7 @@ from dynamo_poa.serve.readiness import is_up
 from dynamo_poa.serve.supervisor import Running
 from dynamo_poa.values import Address
 
-KINDS = ("prefill", "decode", "router", "nats")  # as names of processes begin; drawn evenly
+KINDS = ("prefill", "decode", "router", "nats")  # as names of processes begin
 SIGNALS = (signal.SIGKILL, signal.SIGTERM)
 WHOLE_S = 60.0
 LOOK_S = 0.1
@@ -46,14 +46,15 @@ class Chaos:
         self, running: Running, http: aiohttp.ClientSession, rng: random.Random, clock: Clock
     ) -> None:
         self._running, self._http, self._rng, self._clock = running, http, rng, clock
+        self._deck: list[tuple[str, signal.Signals]] = []
         self.hits: list[Hit] = []
 
     async def end_one(self, kinds: tuple[str, ...]) -> Hit:
-        """End a process drawn by lot.
+        """End a process drawn by lot, of one of these kinds.
 
         Raises:  NotWhole when the graph is not whole in time.
         """
-        kind, number = self._rng.choice(kinds), self._rng.choice(SIGNALS)
+        kind, number = self._draw(kinds)
         names = [p.name for p in self._running.plan.processes if p.name.partition("-")[0] == kind]
         name = self._rng.choice(names)
         pid = self._running.process(name).pid
@@ -69,6 +70,16 @@ class Chaos:
         await self.whole()
         self.hits[-1] = msgspec.structs.replace(hit, back_s=self._clock.monotonic_s() - hit.at_s)
         return self.hits[-1]
+
+    def _draw(self, kinds: tuple[str, ...]) -> tuple[str, signal.Signals]:
+        """Draw from a shuffled deck of all kinds and signals, so that none is left out for long."""
+        while True:
+            if not self._deck:
+                self._deck = [(kind, number) for kind in KINDS for number in SIGNALS]
+                self._rng.shuffle(self._deck)
+            kind, number = self._deck.pop()
+            if kind in kinds:
+                return kind, number
 
     def unasked(self) -> dict[str, int]:
         """Return restarts by process that were none of ours."""

@@ -31,7 +31,7 @@ class Result:
     """One request as its client saw it.
 
     ttft_s:      None when no token came
-    request_id:  what the plugin's decisions call it
+    request_id:  what the plugin's decisions call it; empty when the client has not named it
     """
 
     started_at_s: float
@@ -116,14 +116,23 @@ class LoadClient:
     """Sends streaming completions to one frontend.
 
     tokens:  that have come so far, over all requests, those still running included
+
+    Args:     named: give each request its id, to find it in the plugin's decisions; Dynamo warns at each.
     """
 
     def __init__(
-        self, host: str, port: int, model: str, *, clock: Clock | None = None, timeout_s: float = 60.0
+        self,
+        host: str,
+        port: int,
+        model: str,
+        *,
+        clock: Clock | None = None,
+        timeout_s: float = 60.0,
+        named: bool = False,
     ) -> None:
         self._host, self._port, self._model = host, port, model
         self._clock: Clock = clock or SystemClock()
-        self._timeout_s = timeout_s
+        self._timeout_s, self._named = timeout_s, named
         self.tokens = 0
 
     async def complete(self, prompt: Prompt) -> Result:
@@ -137,11 +146,12 @@ class LoadClient:
                 "ignore_eos": True,
             }
         ).encode()
-        request_id = str(uuid.uuid4())  # Dynamo takes no other kind
+        request_id = str(uuid.uuid4()) if self._named else ""  # Dynamo takes no other kind
+        name = f"x-dynamo-request-id: {request_id}\r\n" if request_id else ""
         head = (
             f"POST /v1/completions HTTP/1.1\r\nHost: {self._host}:{self._port}\r\n"
-            f"x-dynamo-request-id: {request_id}\r\n"
-            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+            f"{name}Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+            "Connection: close\r\n\r\n"
         )
         loop = asyncio.get_running_loop()
         done: asyncio.Future[None] = loop.create_future()

@@ -15,6 +15,7 @@ import random
 import re
 import signal
 import sys
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -36,6 +37,7 @@ from dynamo_poa.bus import Bus
 from dynamo_poa.clock import SystemClock
 from dynamo_poa.config import CommonConfig
 from dynamo_poa.errors import PoaError
+from dynamo_poa.serve.child import Emit
 from dynamo_poa.serve.graph import Stage
 from dynamo_poa.serve.prepare import make_plan
 from dynamo_poa.serve.readiness import PROBE_TIMEOUT_S
@@ -151,7 +153,9 @@ async def _load(
     """Keep users busy for as long as the block lasts."""
     url, common = urlsplit(running.http_url), running.plan.sections["Common"]
     assert isinstance(common, CommonConfig)
-    client = LoadClient("127.0.0.1", url.port or 80, common.model_name, clock=clock, timeout_s=REQUEST_S)
+    client = LoadClient(
+        "127.0.0.1", url.port or 80, common.model_name, clock=clock, timeout_s=REQUEST_S, named=True
+    )
     users = ClosedLoop(client, _mixed(seed), results.append, clock)
     users.resize(USERS)
     try:
@@ -192,14 +196,19 @@ class _Sampling:
             await self._clock.sleep(SAMPLE_S)
 
 
-async def soak(minutes: float, seed: int, data_path: str, say: Callable[[str], None]) -> Seen:
-    """Serve the graph, load it, end its processes, and return what was seen."""
+async def soak(
+    minutes: float, seed: int, data_path: str, kinds: tuple[str, ...], say: Callable[[str], None], emit: Emit
+) -> Seen:
+    """Serve the graph, load it, end its processes, and return what was seen.
+
+    Args:     kinds: of chaos.KINDS.  emit: gets every line the processes say.
+    """
     clock, rng, results = SystemClock(), random.Random(seed), list[Result]()
     overrides = (*OVERRIDES, f"PoaRouter.data_path={data_path}")
     plan = make_plan("graphs.disagg_poa:Frontend", "graphs/disagg_poa.yaml", overrides)
     timeout = aiohttp.ClientTimeout(total=PROBE_TIMEOUT_S)
     async with (
-        serve_graph(plan, clock=clock) as running,
+        serve_graph(plan, emit, clock) as running,
         Bus(running.nats_url, name="bench-soak", clock=clock) as bus,
         aiohttp.ClientSession(timeout=timeout) as http,
     ):
@@ -216,9 +225,9 @@ async def soak(minutes: float, seed: int, data_path: str, say: Callable[[str], N
         async with _Sampling(watch, clock) as sampling, _load(running, seed + 1, results, clock):
             now_s = 0.0
             while now_s < seconds:
-                kinds = KINDS if now_s < quiet_from_s else tuple(kind for kind in KINDS if kind != "router")
+                spared = () if now_s < quiet_from_s else ("router",)
                 await clock.sleep(rng.uniform(*PAUSE_S))
-                hit = await chaos.end_one(kinds)
+                hit = await chaos.end_one(tuple(kind for kind in kinds if kind not in spared))
                 now_s = clock.monotonic_s() - sampling.from_s
                 bad = sum(not result.ok for result in results)
                 say(
@@ -255,12 +264,20 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=20.0, help="how long (20)")
     parser.add_argument("--seed", type=int, default=1, help="of the schedule and the load (1)")
     parser.add_argument("--data-path", choices=("relay", "stream"), default="relay", help="(relay)")
+    parser.add_argument("--only", default=",".join(KINDS), help=f"end some of {', '.join(KINDS)}")
+    parser.add_argument("--log", type=Path, metavar="FILE", help="write there what the processes say")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result there")
     arguments = parser.parse_args(argv)
     if not 0 < arguments.minutes <= 24 * 60:
         parser.error(f"--minutes {arguments.minutes:g}: must be > 0 and <= 1440")
-    if arguments.json is not None and not arguments.json.absolute().parent.is_dir():
-        parser.error(f"--json {arguments.json}: its folder must exist")
+    arguments.only = tuple(kind.strip() for kind in arguments.only.split(","))
+    if not set(arguments.only) <= set(KINDS) or set(arguments.only) == {"router"}:  # spared at the end
+        parser.error(
+            f"--only {','.join(arguments.only)}: must be some of {', '.join(KINDS)}, not router alone"
+        )
+    for key, path in (("--json", arguments.json), ("--log", arguments.log)):
+        if path is not None and not path.absolute().parent.is_dir():
+            parser.error(f"{key} {path}: its folder must exist")
     return arguments
 
 
@@ -274,11 +291,18 @@ def main(argv: list[str] | None = None) -> int:
     def say(line: str) -> None:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
-    try:
-        seen: Seen = uvloop.run(soak(arguments.minutes, arguments.seed, arguments.data_path, say))
-    except PoaError as error:
-        say(f"ended early: {error}")
-        return 1
+    with arguments.log.open("w") if arguments.log else contextlib.nullcontext() as log:
+
+        def emit(name: str, line: str) -> None:
+            if log is not None:
+                log.write(f"{time.time():.3f} {name} | {line}\n")
+
+        run = soak(arguments.minutes, arguments.seed, arguments.data_path, arguments.only, say, emit)
+        try:
+            seen: Seen = uvloop.run(run)
+        except PoaError as error:
+            say(f"ended early: {error}")
+            return 1
     failed = failures(seen, ROLES)
     result = figure(seen, failed, ROUTERS if arguments.data_path == "relay" else 0)
     console.print(table((result,), {}))
