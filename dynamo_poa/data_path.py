@@ -8,6 +8,7 @@ Source: architecture: choosing, booking and reporting do not know which path car
 """
 
 import asyncio
+import contextlib
 import os
 import resource
 from contextlib import AsyncExitStack
@@ -150,9 +151,11 @@ def _most_calls() -> int:
 
     Beyond these requests are left to Dynamo's own endpoint: a worker that cannot dial back would be lost.
     """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    if hard == resource.RLIM_INFINITY:
+    files, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if files != hard:
+        with contextlib.suppress(ValueError, OSError):  # a container may forbid even that
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+            files = hard
+    if files == resource.RLIM_INFINITY:
         return MAX_CALLS
-    return min(max((hard - FILES_APART) // FILES_PER_CALL, 1), MAX_CALLS)
+    return min(max((files - FILES_APART) // FILES_PER_CALL, 1), MAX_CALLS)

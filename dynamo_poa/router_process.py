@@ -98,7 +98,8 @@ class RouterProcess:
                 serving = await self._register(runtimes, directory, bus, holder, reporter, stats)
                 path = metrics.path = await self._data_path(stack)
                 metrics.registered = True
-                await self._until_stopped([*serving, directory.task, reporter.task])
+                relaying = [] if path is None else [path.workers.task]
+                await self._until_stopped([*serving, directory.task, reporter.task, *relaying])
                 metrics.registered = False
                 await self._drain(runtimes, serving, stats, path)
 

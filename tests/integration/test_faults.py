@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
-from live_graph import CLOCK, MOCK_ARGS, LiveGraph, live_graph
+from live_graph import CLOCK, DATA_PATHS, MOCK_ARGS, LiveGraph, live_graph
 from waiting import eventually
 
 from dynamo_poa.bench.load import Result, prompts
@@ -21,19 +21,23 @@ LEASE_S = 2.0
 EXPIRY_S = 12.0  # Dynamo drops what was killed 7-10 s later
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def graph() -> AsyncIterator[LiveGraph]:
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=DATA_PATHS)
+async def graph(request: pytest.FixtureRequest) -> AsyncIterator[LiveGraph]:
     """2 prefill and 3 decode workers, each decode worker a process of its own; a short lease."""
     overrides = (
         "PrefillWorker.per_process=2",
         f"PrefillWorker.args={MOCK_ARGS}",
         f"DecodeWorker.args={MOCK_ARGS}",
         "PoaRouter.min_prefill_workers=2",
+        f"PoaRouter.data_path={request.param}",
         f"PoaController.lease_s={LEASE_S}",
         "PoaController.heartbeat_s=0.5",
     )
     async with live_graph("disagg", *overrides, clean=False) as running:
         yield running
+        samples = await running.metrics("router")
+        assert samples["poa_router_relay_in_force"] == (request.param == "relay")
+        assert [name for name in samples if "handed_on_total" in name] == []
 
 
 def errors(results: list[Result]) -> list[str]:
@@ -41,6 +45,7 @@ def errors(results: list[Result]) -> list[str]:
     return [result.error for result in results if not result.ok]
 
 
+@pytest.mark.parametrize("graph", ["relay"], indirect=True)  # it touches neither path
 async def test_without_its_controller_the_router_falls_back_and_goes_on(graph: LiveGraph) -> None:
     """Issue: a killed controller leads to static parameters after the lease, with 0 failed requests.
 
@@ -73,6 +78,7 @@ async def test_without_its_controller_the_router_falls_back_and_goes_on(graph: L
     assert errors(results) == []
 
 
+@pytest.mark.parametrize("graph", ["relay"], indirect=True)
 async def test_a_restarted_nats_heals_under_load(graph: LiveGraph) -> None:
     """Issue: NATS restarted under the graph heals. Case I1: 0 failures, the same rate of messages."""
     async with graph.load(4) as results:
