@@ -1,5 +1,6 @@
 """How the parameters become Dynamo's override, and what its plain exceptions mean."""
 
+import asyncio
 import json
 import re
 from types import SimpleNamespace
@@ -21,7 +22,7 @@ from dynamo_poa.dynamo_host import (
     use_relay,
 )
 from dynamo_poa.errors import ConfigError, WorkerUnreachable
-from dynamo_poa.values import Address, Candidate, Role, RouterParams, WorkerKey
+from dynamo_poa.values import Address, Booked, Candidate, Role, RouterParams, WorkerKey
 
 PARAMS = RouterParams(revision=3, router_temperature=0.7, overlap_weight=0.1)
 
@@ -48,6 +49,51 @@ def test_on_decode_dynamos_own_override_stays_and_only_temperature_is_added() ->
         "router_temperature": 0.7,
     }
     assert router_override(Role.DECODE, "overlap_score_credit", PARAMS, None)["assume_kv_reuse"] is False
+
+
+class QueueingRouter:
+    """KvRouter that books only after a while, and knows what is booked."""
+
+    def __init__(self) -> None:
+        self.gate = asyncio.Event()
+        self.booked: set[str] = set()
+        self.tasks: list[asyncio.Task[None]] = []
+
+    def best_worker(
+        self, token_ids: list[int], override: object, booking: str
+    ) -> "asyncio.Future[tuple[int, int, int]]":
+        """Book in a task of its own, as Dynamo does: whether the answer is awaited makes no difference."""
+        answer: asyncio.Future[tuple[int, int, int]] = asyncio.get_running_loop().create_future()
+
+        async def book() -> None:
+            await self.gate.wait()
+            self.booked.add(booking)
+            if not answer.done():
+                answer.set_result((A, 0, 1))
+
+        self.tasks.append(asyncio.create_task(book()))
+        return answer
+
+    async def free(self, booking: str) -> None:
+        self.booked.discard(booking)
+
+
+async def test_a_choice_that_nobody_waits_for_any_more_leaves_no_booking() -> None:
+    """A client may leave while Dynamo queues its request: `free` then comes before there is what to free."""
+    router = QueueingRouter()
+    pool = WorkerPool(router, None, Role.PREFILL, 16, ManualClock())
+    choosing = asyncio.ensure_future(pool.book([1] * 32, {}, "b1"))
+    await asyncio.sleep(0)
+    choosing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await choosing
+    pool.free("b1")  # as a leg does on its way out
+    await asyncio.sleep(0)
+    router.gate.set()
+    kept = await pool.book([1] * 32, {}, "b2")
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert (kept, router.booked) == (Booked(WorkerKey(A, 0), 16), {"b2"})
 
 
 class Router:
