@@ -55,6 +55,11 @@ class AnswerWatch:
         return self.final and self.failure is None
 
     @property
+    def between_frames(self) -> bool:
+        """Tell whether another frame may follow what has come: all of the last one, and no sentinel."""
+        return not (self._left or self._head or self._control or self.lost)
+
+    @property
     def failing(self) -> bool:
         """Tell whether the last whole data frame reports a failure. Reads that frame: not for every chunk."""
         return _failure(self._kept) is not None

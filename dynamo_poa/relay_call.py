@@ -21,6 +21,7 @@ from dynamo_poa.frames import Request, error_answer, handshake, prologue, split_
 from dynamo_poa.relay_answers import HIGH_WATER_BYTES, Answers, RequesterSide, WorkerSide
 from dynamo_poa.values import Address, Outcome, WorkerKey
 
+CUT_OFF = "the worker's connection ended before its answer did"
 CONNECT_S = 5.0  # to a requester, who listens before it asks
 
 CHANGED = ("routing", "bootstrap_info")
@@ -153,10 +154,19 @@ class RelayCall:
         self._end(outcome)
         self._requester.linger()
 
-    def worker_left(self, *, complete: bool) -> None:
-        """Take note that no more bytes will come, and tell the requester so, behind those that have."""
-        if not complete:
+    def worker_left(self, watch: AnswerWatch) -> None:
+        """Take note that no more bytes will come, and tell the requester so, behind those that have.
+
+        A requester takes an answer that is cut off for the end of this router, and sends it nothing for a
+        while: measured, one dead worker of three behind two routers, and 45 other requests were refused. So
+        it gets an error, as on the stream path, unless it has part of a frame.
+        """
+        if not watch.final:
             self._end(Outcome.FAILED)
+            if watch.between_frames:
+                self._requester.write(error_answer(CUT_OFF))
+                self._requester.linger()
+                return
         self._requester.close()
 
     def asked(self, data: bytes) -> None:
@@ -267,7 +277,7 @@ class Attempt:
         if self._given_up:
             return
         if self._first.done() and not self._first.exception():
-            self._call.worker_left(complete=self.watch.final)
+            self._call.worker_left(self.watch)
         else:
             self._fail("the connection ended before the first token")
 

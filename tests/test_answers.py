@@ -91,6 +91,20 @@ def test_a_large_frame_is_counted_and_not_kept() -> None:
     assert seen(watch) == (3, True, "late", False)
 
 
+def test_a_frame_may_follow_whole_frames_of_data_alone() -> None:
+    """Not part of one, nor the sentinel, behind which no requester reads."""
+    watch = AnswerWatch()
+    chunk = two_part(b"", b"\x80")
+    for data, between in (
+        (chunk, True),
+        (chunk[:9], False),
+        (chunk[9:30], True),
+        (control("sentinel"), False),
+    ):
+        watch.feed(data)
+        assert watch.between_frames is between, data
+
+
 def test_data_after_the_final_frame_is_no_answer() -> None:
     """Only the sentinel may follow."""
     watch = fed(FINAL + control("sentinel"))

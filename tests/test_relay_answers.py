@@ -16,6 +16,7 @@ from dynamo_poa.errors import WorkerUnreachable
 from dynamo_poa.frames import control, error_answer, handshake, prologue, two_part
 from dynamo_poa.handover import Handovers
 from dynamo_poa.relay_answers import HIGH_WATER_BYTES
+from dynamo_poa.relay_call import CUT_OFF
 from dynamo_poa.values import Outcome, Role
 from dynamo_poa.wire import Handover
 
@@ -242,7 +243,7 @@ async def test_an_empty_answer_is_complete_and_has_no_first_token() -> None:
 
 @pytest.mark.parametrize("way", ["reset", "close", "sentinel"])
 async def test_a_worker_lost_midway_cuts_its_answer_off_behind_what_it_had_said(way: str) -> None:
-    """As natively: no final frame. Tokens are out, so nobody else is asked."""
+    """With part of a frame, as natively: no final frame. Tokens are out, so nobody else is asked."""
     async with RelayBench() as bench:
         bench.script(begun)
         asked = bench.requester.ask()
@@ -257,6 +258,19 @@ async def test_a_worker_lost_midway_cuts_its_answer_off_behind_what_it_had_said(
         await bench.at_rest()
         assert bench.outcomes() == [Outcome.FAILED]
         assert [len(worker.frames) for worker in bench.workers.values()] == [1, 0]
+        assert A not in bench.avoid
+
+
+async def test_a_worker_lost_between_two_frames_is_an_error_of_the_engine_and_not_of_this_router() -> None:
+    """As on the stream path: a requester shuns the router whose answer is cut off (make soak)."""
+    async with RelayBench() as bench:
+        bench.script(begun)
+        asked = bench.requester.ask()
+        await asked.has(ANSWER[0])
+        (await bench.dialled()).reset()
+        assert await asked.whole() == ANSWER[0] + error_answer(CUT_OFF)
+        await bench.at_rest()
+        assert bench.outcomes() == [Outcome.FAILED]
         assert A not in bench.avoid
 
 
@@ -277,8 +291,8 @@ async def test_a_slow_requester_gets_all_that_a_worker_said_before_it_died() -> 
         bench.requester.write(frame)
         await _held_back(bench)
         slow.reading.set()
-        await eventually(lambda: slow.ended)
-        assert len(slow.answer) == len(ANSWER[0]) + 24 + size
+        await slow.whole()
+        assert len(slow.answer) == len(ANSWER[0]) + 24 + size + len(error_answer(CUT_OFF))
         await bench.at_rest()
 
 
