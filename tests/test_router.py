@@ -392,6 +392,43 @@ async def test_a_prefill_retry_moves_the_decode_leg_along() -> None:
     assert decode.pool.open_bookings() == []
 
 
+async def test_a_decode_worker_that_finds_no_prefill_worker_is_asked_again_when_that_leg_has_moved() -> None:
+    """The decode leg may be the first to notice: nothing is wrong with its worker. Measured, mock engine."""
+    handovers = Handovers()
+    prefill, decode = Bench(Role.PREFILL, handovers), Bench(Role.DECODE, handovers)
+    noticed = asyncio.Event()
+
+    async def rendezvous() -> None:
+        worker_id, request = decode.pool.sent[-1]
+        if request["bootstrap_info"]["bootstrap_port"] == 7001:
+            noticed.set()
+            raise WorkerUnreachable(
+                worker_id, "Generate Error: bootstrap connection failed: Connection refused"
+            )
+
+    decode.pool.before_first = rendezvous
+    stream = decode.generate(bootstrap_info={**BOOTSTRAP})
+    first = asyncio.ensure_future(anext(stream))
+    original = prefill.pool.send
+
+    async def refuse_late(request: Any, worker: Any, context: Any) -> Any:
+        if worker.worker_id == A:
+            await noticed.wait()
+            raise WorkerUnreachable(A, "Connection refused")
+        return await original(request, worker, context)
+
+    prefill.pool.send = refuse_late  # type: ignore[method-assign]
+    async for _ in prefill.generate(bootstrap_info={**BOOTSTRAP}):
+        pass
+    assert (await first)["token_ids"] == [1000]
+    asked = [(worker, request["bootstrap_info"]["bootstrap_port"]) for worker, request in decode.pool.sent]
+    assert asked == [(A, 7001), (A, 7002)]
+    assert A not in decode.avoid
+    async for _ in stream:
+        pass
+    assert (decode.outcome(), decode.pool.open_bookings()) == (Outcome.OK, [])
+
+
 async def test_a_failed_prefill_leg_fails_the_decode_leg_at_once() -> None:
     """Otherwise it would wait half a minute for a rendezvous that cannot come."""
     handovers = Handovers()
