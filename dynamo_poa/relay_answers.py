@@ -257,7 +257,7 @@ class RequesterSide(_Side):
         self.waits = True  # until it is connected
         self._pending: bytes | None = greeting  # and what of an answer came before that
         self._call = call
-        self._lingers = self._closes = False
+        self._lingers = False
         self._lingering: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -265,9 +265,7 @@ class RequesterSide(_Side):
         super().connection_made(transport)
         pending, self._pending = self._pending, None
         self.write(pending or b"")
-        if self._closes:
-            self.close()
-        elif self._lingers:
+        if self._lingers:
             self.linger()
         self.resume_writing()
 
@@ -302,11 +300,6 @@ class RequesterSide(_Side):
         self._lingers = True
         if self._lingering is None and self._transport is not None:
             self._lingering = asyncio.get_running_loop().call_later(LINGER_S, self.close)
-
-    def close(self) -> None:
-        """End the connection behind what was written, also what is yet to be."""
-        self._closes = True
-        super().close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Tell the call."""

@@ -220,6 +220,10 @@ class Asked:
         assert self.writer is not None
         self.writer.close()
 
+    def half_close(self) -> None:
+        assert self.writer is not None
+        self.writer.write_eof()
+
     def reset(self) -> None:
         assert self.writer is not None
         self.writer.transport.abort()

@@ -97,6 +97,27 @@ async def test_the_acknowledgement_of_a_frame_handed_on_keeps_its_place() -> Non
         await bench.requester.acknowledged(3)
 
 
+async def test_no_more_is_read_from_a_connection_than_can_be_acknowledged(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What waits for Dynamo's own endpoint is held whole; other connections are read all the same."""
+    monkeypatch.setattr("dynamo_poa.relay.MAX_OWED", 4)
+    async with RelayBench() as bench, Requester() as neighbour:
+        await neighbour.connect(bench.relay.port)
+        gate = asyncio.Event()
+        bench.own.before_ack = gate.wait
+        for _ in range(3):
+            for _ in range(4):
+                bench.requester.ask(path=OTHER)
+            await asyncio.sleep(0.02)
+        assert bench.relay.handed_on.total() == 4
+        assert await neighbour.ask().whole() == b"".join(ANSWER)
+        gate.set()
+        await bench.requester.acknowledged(12)
+        for asked in list(bench.requester.asked.values()):
+            assert await asked.whole() == b"".join(ANSWER)
+
+
 @pytest.mark.parametrize("refusal", [b"\x00\x00\x00\x03no!", None], ids=["refused", "silent"])
 async def test_a_frame_that_no_endpoint_takes_is_answered_with_an_error(refusal: bytes | None) -> None:
     """In words a refusal makes a requester wait for ever. Source: measured on 1.4.2: `Unknown endpoint`."""
@@ -254,24 +275,28 @@ async def test_what_vanishes_without_a_word_is_noticed_by_the_kernel() -> None:
 async def test_drained_waits_for_what_runs_and_for_what_comes_meanwhile() -> None:
     """SIGTERM: frames sent before the frontend knew are acknowledged and served to their end."""
     async with RelayBench() as bench:
-        gate = asyncio.Event()
+        gates = {"r0": asyncio.Event(), "r1": asyncio.Event()}
 
         async def wait(dial: Any) -> None:
             dial.begin()
             dial.say(ANSWER[0])
-            await gate.wait()
+            await gates[dial.request.id].wait()
             dial.say(*ANSWER[1:])
 
         bench.script(wait)
         first = bench.requester.ask()
         await first.has(ANSWER[0])
         draining = asyncio.ensure_future(bench.relay.drained(5.0))
+        await asyncio.sleep(0)
         late = bench.requester.ask()
         await late.has(ANSWER[0])
+        gates["r0"].set()
+        assert await first.whole() == b"".join(ANSWER)
+        await eventually(lambda: bench.relay.running == 1)
+        await asyncio.sleep(0.02)
         assert not draining.done()
-        gate.set()
-        for asked in (first, late):
-            assert await asked.whole() == b"".join(ANSWER)
+        gates["r1"].set()
+        assert await late.whole() == b"".join(ANSWER)
         await draining
         await bench.requester.acknowledged(2)
         assert bench.outcomes() == [Outcome.OK, Outcome.OK]

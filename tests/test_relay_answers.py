@@ -431,16 +431,21 @@ async def test_a_worker_that_dials_back_twice_is_heard_once() -> None:
         assert await asked.whole() == b"".join(ANSWER)
 
 
-@pytest.mark.parametrize("says", [b"", b"GET / HTTP/1.1\r\n\r\n", handshake("nobody's") + prologue()])
+@pytest.mark.parametrize(
+    "says", [b"", b"GET / HTTP/1.1\r\nHost: relay\r\n\r\n", handshake("nobody's") + prologue()]
+)
 async def test_a_stranger_is_shown_out(says: bytes) -> None:
     """Whoever does not say whose answer it brings, or brings one that nobody awaits."""
     async with RelayBench(handshake_s=0.1) as bench:
         reader, writer = await asyncio.open_connection(*bench.answers.address.split(":"))
         writer.write(says)
         heard = await asyncio.wait_for(reader.read(), 5)
-        assert heard in (b"", KILL)
+        turned_away = 0 if says.startswith(b"GET") else 1
+        assert heard == KILL * turned_away
         writer.close()
         await bench.at_rest()
+        await asyncio.sleep(0.12)
+        assert bench.answers.turned_away == turned_away
 
 
 async def test_answers_connections_over_the_limit_are_closed() -> None:
@@ -462,6 +467,7 @@ WAYS: dict[str, Callable[[Asked], None]] = {
     "kill": lambda asked: asked.say("kill"),
     "stop": lambda asked: asked.say("stop"),
     "close": Asked.close,
+    "half-close": Asked.half_close,
     "reset": Asked.reset,
 }
 
@@ -491,6 +497,10 @@ async def test_a_requester_that_leaves_stops_its_worker_and_frees_the_booking(mo
             dial = bench.dials[0]
         told = STOP if way == "stop" and moment != "before its worker dials back" else KILL
         await eventually(lambda: bytes(dial.heard).startswith(told), CANCEL_S)
+        if way == "stop":
+            await asyncio.sleep(0.02)
+            assert not asked.ended  # as natively: who stops an answer closes its connection itself
+            assert moment != "midway" or (bytes(dial.heard), dial.ended) == (STOP, False)
         asked.close()
         await eventually(lambda: dial.ended)
         await bench.at_rest()
@@ -562,18 +572,47 @@ async def test_a_requester_that_does_not_answer_the_call_has_gone(monkeypatch: p
 
 
 async def test_a_worker_faster_than_the_way_to_its_requester_is_not_lost() -> None:
-    """What it says meanwhile is kept, and no more than it may."""
+    """What it says meanwhile is kept, and no more than one read brings; nor is its end forgotten."""
     async with RelayBench() as bench:
-        call_open = asyncio.Event()
-        with bench.connect_requesters_after(call_open):
+        size = 16 * 2**20
+
+        async def play(dial: Dial) -> None:
+            dial.begin()
+            dial.say(ANSWER[0], two_part(b"", bytes(size)))
+            await dial.writer.drain()
+            dial.say(ANSWER[2])
+            await dial.writer.drain()
+            await dial.close()
+
+        bench.script(play)
+        way = asyncio.Event()
+        with bench.connect_requesters_after(way):
             asked = bench.requester.ask()
-            await eventually(lambda: bench.dials)
+            await eventually(lambda: bench.calls and bench.calls[0]._requester._pending)
             await asyncio.sleep(0.05)
             assert bytes(asked.heard) == b""
-            call_open.set()
-            assert await asked.whole() == b"".join(ANSWER)
+            assert len(bench.calls[0]._requester._pending or b"") < 2 * HIGH_WATER_BYTES
+            way.set()
+            await eventually(lambda: asked.ended)
+        assert asked.answer == ANSWER[0] + two_part(b"", bytes(size)) + ANSWER[2]
         await bench.at_rest()
         assert bench.outcomes() == [Outcome.OK]
+
+
+async def test_an_error_from_before_the_way_to_its_requester_is_told_when_it_is_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A requester that is never dialled back to waits for ever. Source: measured."""
+    monkeypatch.setattr("dynamo_poa.relay_answers.LINGER_S", 0.05)
+    async with RelayBench() as bench:
+        way = asyncio.Event()
+        with bench.connect_requesters_after(way):
+            asked = bench.requester.ask(token_ids=[])
+            await eventually(lambda: bench.outcomes() == [Outcome.FAILED])
+            way.set()
+            await eventually(lambda: asked.ended)
+        assert asked.answer == error_answer("RequestRefused: token_ids = []: must hold at least one token")
+        await bench.at_rest()
 
 
 # --- two legs
