@@ -122,10 +122,17 @@ class RelayPath:
         return done
 
     async def _give_up(self) -> None:
-        """Go back to the stream once requesters speak otherwise than we know."""
-        await self.relay.gave_up.wait()
+        """Go back to the stream once requesters speak otherwise than we know, or workers cannot reach us."""
+        signs = [asyncio.create_task(sign.wait()) for sign in (self.relay.gave_up, self.answers.unheard)]
+        try:
+            await asyncio.wait(signs, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for sign in signs:
+                sign.cancel()
         self.in_force = False
         reason = f"frames not understood: {dict(self.relay.handed_on)}"
+        if self.answers.unheard.is_set():
+            reason = f"no worker has ever dialled back to {self.answers.address}"
         log.error("poa.data_path.chosen", data_path="stream", reason=reason)
         while not await self.restore():
             await self._clock.sleep(RESTORE_PAUSE_S)

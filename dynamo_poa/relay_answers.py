@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 # more requests than its pool takes (DYN_TCP_WORKER_POOL_SIZE) and queues them; never for a payload that it
 # cannot read. Dynamo itself waits for ever.
 DIAL_BACK_S = 60.0
+# Until any worker has: it may be that none can reach us, and then the stream path must have it.
+FIRST_DIAL_BACK_S = 10.0
+UNHEARD_LIMIT = 3
 HANDSHAKE_S = 10.0  # from a connection to its handshake; Dynamo's own bound
 LINGER_S = 10.0  # from an answer's end until its requester closes; Dynamo's own bound
 WORKER_UNREAD_S = 10.0  # a worker always reads: we say 30 bytes
@@ -38,7 +41,7 @@ class Answers:
     """The listener workers dial back to. Enter it, then `expect` each attempt's worker.
 
     address:      what to name as the return address
-    dial_back_s:  how long a worker may take to dial back
+    unheard:      is set when workers were asked and none has ever dialled back
     most:         connections, of both sides
     turned_away:  connections closed because they were not expected, or no longer
     """
@@ -53,8 +56,10 @@ class Answers:
         most: int = MAX_CONNECTIONS,
     ) -> None:
         self.address = ""
-        self.complaints, self.dial_back_s, self.handshake_s = complaints, dial_back_s, handshake_s
+        self.complaints, self.handshake_s = complaints, handshake_s
         self.turned_away = 0
+        self.unheard = asyncio.Event()
+        self._dial_back_s, self._heard, self._in_vain = dial_back_s, False, 0
         self.most = most
         self._host = host
         self._server: asyncio.Server | None = None
@@ -89,6 +94,17 @@ class Answers:
         """Return how many workers have yet to dial back."""
         return len(self._awaited)
 
+    @property
+    def dial_back_s(self) -> float:
+        """Return how long a worker may take to dial back."""
+        return self._dial_back_s if self._heard else min(self._dial_back_s, FIRST_DIAL_BACK_S)
+
+    def waited_in_vain(self) -> None:
+        """Take note of a worker that did not dial back in time."""
+        self._in_vain += 1
+        if not self._heard and self._in_vain >= UNHEARD_LIMIT:
+            self.unheard.set()
+
     def expect(self, attempt: "Attempt") -> None:
         """Take a worker's connection that names this subject for this attempt's."""
         self._awaited[attempt.subject] = attempt
@@ -99,7 +115,9 @@ class Answers:
 
     def take(self, subject: str) -> "Attempt | None":
         """Return whose answer a worker has dialled back with, once."""
-        return self._awaited.pop(subject, None)
+        attempt = self._awaited.pop(subject, None)
+        self._heard = self._heard or attempt is not None
+        return attempt
 
     def admit(self, side: "_Side") -> bool:
         """Keep a connection, unless there are too many."""

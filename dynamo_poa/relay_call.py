@@ -220,8 +220,10 @@ class Attempt:
             started: set[asyncio.Future[Any]] = {lost, self._dialled, self._first}
             await asyncio.wait(started, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
             if not self._dialled.done() and not self._first.done():
-                detail = f"no answer begun within {limit_s:g} s of its acknowledgement"
-                raise lost.result() if lost.done() else self._unreachable(detail)
+                if lost.done():
+                    raise lost.result()
+                self._call.answers.waited_in_vain()
+                raise self._unreachable(f"no answer begun within {limit_s:g} s of its acknowledgement")
         finally:
             lost.cancel()
         return await self._first

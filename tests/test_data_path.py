@@ -147,6 +147,48 @@ async def test_a_relay_that_gives_up_sends_requesters_back_and_serves_those_that
         assert bench.outcomes() == [Outcome.OK]
 
 
+async def test_a_relay_that_no_worker_can_reach_is_given_up(
+    discovery: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Dynamo's own answers may come by another interface: `auto` must not be worse than the stream."""
+    monkeypatch.setattr("dynamo_poa.relay_answers.FIRST_DIAL_BACK_S", 0.05)
+    async with served(discovery) as (bench, leg, record), RelayPath([leg], SystemClock()) as path:
+        await bench.requester.connect(path.relay.port)
+        bench.script(None)
+        bench.requester.ask()
+        await eventually(lambda: bench.outcomes() == [Outcome.FAILED])  # both workers, one after the other
+        assert path.in_force
+        with capture_logs() as logs:
+            bench.requester.ask()
+            await eventually(lambda: (discovery / FILE).read_bytes() == record)
+        assert not path.in_force
+        assert [line["reason"] for line in logs if line["event"] == "poa.data_path.chosen"] == [
+            f"no worker has ever dialled back to {path.answers.address}"
+        ]
+
+
+async def test_a_relay_that_workers_have_reached_is_not_given_up_for_those_that_are_slow(
+    discovery: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker with more requests than its pool takes queues them, and dials back when it is their turn."""
+    monkeypatch.setattr("dynamo_poa.relay_answers.FIRST_DIAL_BACK_S", 0.05)
+    async with served(discovery) as (bench, leg, _), RelayPath([leg], SystemClock()) as path:
+        await bench.requester.connect(path.relay.port)
+        assert await bench.requester.ask().whole() == b"".join(ANSWER)
+        bench.script(None)
+        slow = bench.requester.ask()
+        await eventually(lambda: path.answers.awaited == 1)
+        await asyncio.sleep(0.1)
+        (worker,) = [worker for worker in bench.workers.values() if len(worker.frames) > len(worker.dials)]
+        dial = await worker.dial(worker.requests[-1])
+        dial.begin()
+        dial.say(*ANSWER)
+        assert await slow.whole() == b"".join(ANSWER)
+        await eventually(lambda: bench.outcomes() == [Outcome.OK, Outcome.OK])
+        assert path.in_force
+        assert not path.answers.unheard.is_set()
+
+
 async def test_a_record_that_cannot_be_put_back_is_tried_again(
     discovery: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
