@@ -286,11 +286,12 @@ class Requester:
             "id": request_id,
             "request_type": "single_in",
             "response_type": "many_out",
-            "payload_codec": changes.pop("codec", "msgpack"),
+            "payload_codec": (codec := changes.pop("codec", "msgpack")),
             "connection_info": {"transport": "tcp_server", "info": json.dumps(info)},
         }
         body = {"model": "m", "token_ids": [1, 2, 3], "temperature": 0.7, **changes}
-        payload = two_part(json.dumps(text).encode(), msgspec.msgpack.encode(body))
+        encode = msgspec.json.encode if codec == "json" else msgspec.msgpack.encode
+        payload = two_part(json.dumps(text).encode(), encode(body))
         headers = json.dumps({"x-endpoint-path": path, "request-id": request_id}).encode()
         asked = self.asked[subject] = Asked(subject)
         return asked, request_frame(path, headers, payload)
