@@ -10,7 +10,7 @@ Source: measured: with bootstrap hand-over both legs run at once, arrive up to 1
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -24,6 +24,9 @@ from dynamo_poa.wire import Handover, subject
 log = structlog.get_logger(__name__)
 
 RESEND_S, RESEND_PAUSE_S = 10.0, 0.1
+# After a reconnect: the other routers reconnect within half a second to two of each other, and what was sent
+# before they listen again, or into a connection that was dying, is lost. Source: measured, make soak.
+REPEAT_AFTER_S = (0.5, 1.5, 3.0)
 KEEP = 20_000  # notes kept for decode legs that have not come yet; the oldest go first
 
 
@@ -136,6 +139,10 @@ class Bus(Protocol):
         """Have `handler` called for every message."""
         ...
 
+    def on_connect(self, callback: Callable[[], None]) -> None:
+        """Have `callback` called after each connect."""
+        ...
+
     async def publish(self, subject: str, data: bytes) -> None:
         """Send, or raise BusError."""
         ...
@@ -149,6 +156,8 @@ class HandoverChannel:
         self._own = f"{self._prefix}.{router_id}"
         self._decoder = msgspec.msgpack.Decoder(Handover)
         self._sending: set[asyncio.Task[None]] = set()
+        # Of the last RESEND_S, each request's last note alone: an earlier one would undo it.
+        self._recent: OrderedDict[str, tuple[float, Handover]] = OrderedDict()
 
     def table(self) -> Handovers:
         """Return a table that is fed by, and feeds, the other routers'."""
@@ -163,12 +172,38 @@ class HandoverChannel:
                 log.warning("poa.handover.refused", subject=name, error=str(error))
 
         self._bus.subscribe(f"{self._prefix}.*", receive)
+        self._bus.on_connect(lambda: self._run(self._repeat()))
         return handovers
 
     def _publish(self, note: Handover) -> None:
-        task = asyncio.create_task(self._send(note), name="handover")
+        self._recent.pop(note.request_id, None)
+        self._recent[note.request_id] = self._clock.monotonic_s(), note
+        self._prune()
+        self._run(self._send(note))
+
+    def _run(self, sending: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(sending, name="handover")
         self._sending.add(task)
         task.add_done_callback(self._sending.discard)
+
+    def _prune(self) -> None:
+        """Forget notes that no decode leg can be waiting for any more."""
+        since_s = self._clock.monotonic_s() - RESEND_S
+        while self._recent and next(iter(self._recent.values()))[0] < since_s:
+            self._recent.popitem(last=False)
+
+    async def _repeat(self) -> None:
+        """Send once more what may not have been heard; who has heard it takes no notice."""
+        before_s = 0.0
+        for after_s in REPEAT_AFTER_S:
+            await self._clock.sleep(after_s - before_s)
+            before_s = after_s
+            self._prune()
+            try:
+                for _, note in list(self._recent.values()):
+                    await self._bus.publish(self._own, msgspec.msgpack.encode(note))
+            except BusError:
+                return  # the next connect begins anew
 
     async def _send(self, note: Handover) -> None:
         """Publish; while the bus is away try again for as long as a decode leg may wait."""

@@ -1,6 +1,7 @@
 """Where the two legs of a request meet."""
 
 import asyncio
+from collections.abc import Callable
 
 import msgspec
 import pytest
@@ -57,14 +58,21 @@ class Wire:
 
     def __init__(self) -> None:
         self.handlers: list[tuple[str, object]] = []
+        self.connected: list[Callable[[], None]] = []
         self.up = True
+        self.deaf = False
 
     def subscribe(self, subject: str, handler: object) -> None:
         self.handlers.append((subject, handler))
 
+    def on_connect(self, callback: Callable[[], None]) -> None:
+        self.connected.append(callback)
+
     async def publish(self, subject: str, data: bytes) -> None:
         if not self.up:
             raise BusError("away")
+        if self.deaf:
+            return
         for _, handler in self.handlers:
             handler(subject, data)  # type: ignore[operator]
 
@@ -104,6 +112,26 @@ async def test_a_note_is_sent_again_when_the_bus_is_back() -> None:
     wire.up = True
     await clock.advance(0.1)
     assert await second.wait("r") == (note(), 1)
+
+
+async def test_notes_that_nobody_heard_are_repeated_after_a_reconnect() -> None:
+    """Routers reconnect one after the other. Each request's last note, for as long as a leg may wait."""
+    wire, clock = Wire(), ManualClock()
+    first = HandoverChannel(wire, "poa", "router-0", clock).table()
+    second = HandoverChannel(wire, "poa", "router-1", clock).table()
+    wire.deaf = True
+    first.announce(note("old"))
+    await clock.advance(9.0)
+    first.announce(note("r", worker_id=1))
+    first.announce(note("r", worker_id=2, port=7002))
+    wire.connected[0]()
+    await clock.advance(1.0)
+    wire.deaf = False
+    await clock.advance(1.4)
+    assert await second.wait("r") == (note("r", worker_id=2, port=7002), 1)
+    assert len(second) == 1
+    await clock.advance(2.0)
+    assert (await second.wait("r"))[1] == 1  # heard again, no news
 
 
 async def test_a_failure_after_the_decode_leg_has_ended_leaves_nothing_behind() -> None:
