@@ -63,10 +63,11 @@ def test_decisions_that_died_with_their_router_leave_only_the_time_to_judge_by()
     assert verdict(result(), half, ROLES, [killed]) is Verdict.KILLED_ROUTER
     assert verdict(result(), {}, ROLES, [killed]) is Verdict.KILLED_ROUTER
     assert verdict(result(), {}, ROLES, [worker_hit(1)]) is Verdict.LOST
-    later = result(started_at_s=104.0)
+    later = result("HTTP 500", started_at_s=104.0)
     assert verdict(later, half, ROLES, [killed]) is Verdict.DEAD_ROUTER  # still in discovery
     assert verdict(later, ON_1_AND_2, ROLES, [killed]) is Verdict.LOST
-    assert verdict(result(started_at_s=113.1), half, ROLES, [killed]) is Verdict.LOST
+    assert verdict(result(started_at_s=104.0), half, ROLES, [killed]) is Verdict.LOST  # was served, and cut
+    assert verdict(result("HTTP 500", started_at_s=113.1), half, ROLES, [killed]) is Verdict.LOST
 
 
 def sample(router_id, at_s, mb=100.0, sockets=30, in_flight=0):

@@ -22,6 +22,7 @@ from dynamo_poa.values import Role
 DYING_S = 0.05  # from the signal until a process has gone
 # A killed router stays in discovery's folder for 10 s, and a frontend follows a moment later.
 LISTED_S = 12.0
+REFUSED = "HTTP 500"  # what a frontend makes of a router it cannot connect to; measured
 HUNG = "no end within"  # how the load client says so
 FLAT_MB = 5.0
 FLAT_SOCKETS = 16.0
@@ -129,7 +130,8 @@ def verdict(result: Result, legs: Mapping[Role, Leg], roles: Iterable[Role], hit
     if any(hit.router_id and (unknown or hit.router_id in on) for hit in meanwhile):
         return Verdict.KILLED_ROUTER
     listed = [hit for hit in killed if hit.router_id and 0 <= result.started_at_s - hit.at_s <= LISTED_S]
-    return Verdict.DEAD_ROUTER if unknown and listed else Verdict.LOST
+    refused = result.error == REFUSED
+    return Verdict.DEAD_ROUTER if refused and unknown and listed else Verdict.LOST
 
 
 def failures(seen: Seen, roles: Iterable[Role]) -> list[Failure]:
