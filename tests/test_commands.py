@@ -1,5 +1,6 @@
 """Commands without a server: which graph is meant, what is refused unsent, what is shown."""
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 import typer
+from dynamo_messages import FIXTURES
 from records import RECORD
 from shown import text
 from typer.testing import CliRunner
@@ -23,6 +25,7 @@ from dynamo_poa.serve.view import changes, record_view
 from dynamo_poa.serve.watch import Feed, live_view, trouble
 from dynamo_poa.values import Mode, ParamsKind, Regime
 
+RECORDING = FIXTURES / "poa_2p4d_straggler.ndjson.gz"
 TARGET = Target("nats://127.0.0.1:4222", "poa")
 
 
@@ -184,6 +187,36 @@ def test_watch_without_a_terminal_says_what_to_use(run_dirs: Path) -> None:
 def test_estimate_keeps_to_the_bounds_of_the_configuration(option: tuple[str, str], problem: str) -> None:
     """The same knob has the same range, live and replayed."""
     assert str(run_command("estimate", "recording", *option).exception) == problem
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (("--at", "soon"), "--at = 'soon': must be a number of seconds >= 0, such as 12.5"),
+        (("--at", "-1"), "--at = '-1': must be a number of seconds >= 0, such as 12.5"),
+        (("--at", "nan"), "--at = 'nan': must be a number of seconds >= 0, such as 12.5"),
+        (("--at", "1m"), "--at = '1m': must be a number of seconds >= 0, such as 12.5"),
+        (("--at", "1", "--block-size", "0"), "Common.block_size = 0: must be in [1, 4096]"),
+        (
+            ("--at", "99s"),
+            f"--at = 99: must be in [0, 18.136], seconds since the first message of {RECORDING}",
+        ),
+    ],
+)
+def test_explain_refuses_an_instant_that_is_none(options: tuple[str, ...], problem: str) -> None:
+    """Key, value and bound."""
+    assert str(run_command("explain", str(RECORDING), *options).exception) == problem
+
+
+@pytest.mark.parametrize("at", ["12", "12s", "12.5", "12.999s"])
+def test_explain_tells_which_snapshot_it_is_about(at: str) -> None:
+    """The nearest at or before the instant; seconds with or without their unit."""
+    shown = run_command("explain", str(RECORDING), "--at", at).output
+    assert shown.startswith(
+        f"snapshot   12.0 s after the first message ({float(at.rstrip('s')):g} s asked for)"
+    )
+    answer = json.loads(run_command("explain", str(RECORDING), "--at", at, "--json").output)
+    assert (answer["at_s"], answer["asked_s"]) == (12.0, float(at.rstrip("s")))
 
 
 def test_a_recording_holds_workers_decisions_parameters_and_telemetry() -> None:
