@@ -211,10 +211,6 @@ def test_explain_refuses_an_instant_that_is_none(options: tuple[str, ...], probl
 @pytest.mark.parametrize("at", ["12", "12s", "12.5", "12.999s"])
 def test_explain_tells_which_snapshot_it_is_about(at: str) -> None:
     """The nearest at or before the instant; seconds with or without their unit."""
-    shown = run_command("explain", str(RECORDING), "--at", at).output
-    assert shown.startswith(
-        f"snapshot   12.0 s after the first message ({float(at.rstrip('s')):g} s asked for)"
-    )
     answer = json.loads(run_command("explain", str(RECORDING), "--at", at, "--json").output)
     assert (answer["at_s"], answer["asked_s"]) == (12.0, float(at.rstrip("s")))
 
