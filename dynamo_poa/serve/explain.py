@@ -80,7 +80,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     at_s:    of the snapshot, since the first message
     shares:  of the cost beyond an unloaded system
     lacking: legs that cannot be priced, and why
-    notes:   what makes it less than exact, up to the end of the recording or the instant after this one
+    notes:   what makes it less than exact, up to the next snapshot
     """
 
     asked_s: float
@@ -123,8 +123,7 @@ def explain(path: Path, at_s: float, *, block_size: int) -> Explanation:
             raise ConfigError([f"--at = {at_s:g}: must be {bounds}"])
     if not playback.log.batches and not nearest.snapshots:
         raise RecordingError(f"{path}: holds no decisions up to {at_s:g} s: nobody is known to be in flight")
-    notes = {note: count for note, count in playback.notes.items() if count}
-    return explain_snapshots(at_s, nearest.at_s, nearest.snapshots, notes)
+    return explain_snapshots(at_s, nearest.at_s, nearest.snapshots, playback.inexact)
 
 
 def explain_snapshots(

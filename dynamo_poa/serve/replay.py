@@ -110,8 +110,9 @@ def replay(path: Path, *, window: int, block_size: int) -> Report:
         periods.take(instant)
     periods.close()
     ttft = whole.take_ttft()
-    notes = dict(playback.notes)
-    notes[f"TTFT of the last {MAX_SAMPLES} requests only"] = int(ttft.samples == MAX_SAMPLES)
+    notes = playback.inexact
+    if ttft.samples == MAX_SAMPLES:
+        notes[f"TTFT of the last {MAX_SAMPLES} requests only"] = 1
     legs: dict[str, dict[str, int]] = {}
     for (role, outcome), count in sorted(whole.outcomes.items()):
         legs.setdefault(role, {})[outcome] = count
@@ -137,7 +138,7 @@ def replay(path: Path, *, window: int, block_size: int) -> Report:
         messages=dict(playback.messages),
         unknown=dict(playback.unknown),
         skipped=dict(playback.reader.skipped),
-        notes={note: count for note, count in notes.items() if count},
+        notes=notes,
     )
 
 
