@@ -137,6 +137,7 @@ def _demand(seen: Observation) -> Demand:
         arrival_rate=traffic.arrival_rate,
         tokens_mean=traffic.tokens_mean,
         tokens_effective=traffic.tokens_effective,
+        arrived=traffic.arrived,
     )
 
 

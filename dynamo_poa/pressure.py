@@ -15,7 +15,7 @@ from dynamo_poa.baseline import Baseline, learned
 from dynamo_poa.config import RegimeConfig
 from dynamo_poa.evidence import PoolReading
 from dynamo_poa.hot import HotChange, HotState, cleared, next_hot
-from dynamo_poa.resources import Evidence, Recent, pool_evidence, show, units
+from dynamo_poa.resources import Evidence, Recent, arrivals, pool_evidence, show, units
 from dynamo_poa.values import REGIMES, HotWorker, PoolRegime, Regime, Role, WorkerKey
 
 
@@ -127,6 +127,7 @@ def _averaged(pool: PoolState, reading: PoolReading, at_s: float, limits: Regime
         queue_units=recent.queue_units + weight * (queue_units - recent.queue_units),
         queued=recent.queued + weight * (queued - recent.queued),
     )
+    recent = arrivals(recent, reading, elapsed_s, learns=pool.level == 0)
     return msgspec.structs.replace(pool, recent=recent, averaged_at_s=at_s)
 
 

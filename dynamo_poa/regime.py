@@ -40,6 +40,7 @@ BASELINE_READINGS = READINGS
 TTFT = "ttft"
 REFUSALS = "refusals"
 UPSTREAM = "upstream"
+DOUBT = 3.0  # times confirm_s
 SHED_LIMIT = 0.01  # S8: with more than 1 % refused, TTFT of the survivors proves nothing
 RELAPSE_DWELLS = 10  # needed again this soon after it was let go, without more load: let go too early
 
@@ -91,6 +92,7 @@ class RegimeState(msgspec.Struct, frozen=True, kw_only=True):
     probe_s:       doubled by relapses; None is the configured one
     rose:          the last change was upwards
     driver:        what the regime was last needed for: `<role>.<resource>`, `ttft` or `refusals`
+    steady_s:      slower average, for the baseline only
     readings_s:    P99 readings until there are enough for a first baseline
     """
 
@@ -98,6 +100,7 @@ class RegimeState(msgspec.Struct, frozen=True, kw_only=True):
     changed_at_s: float | None = None
     changes: int = 0
     baseline_s: float | None = None
+    steady_s: float | None = None
     readings_s: tuple[float, ...] = ()
     average_s: float | None = None
     averaged_at_s: float = 0.0
@@ -239,7 +242,9 @@ def _rise(
             reason=f"{verdict.reason}, but {contradicted}",
             bottleneck=UPSTREAM if signal.idle else "",
         )
-    if over_since_s is None or signal.at_s - over_since_s < limits.confirm_s:
+    # Workers that are all known and not pressed do not deny a bad TTFT, but make chance the likelier reason.
+    confirm_s = limits.confirm_s * (DOUBT if signal.known and not refusing else 1.0)
+    if over_since_s is None or signal.at_s - over_since_s < confirm_s:
         return state, None
     if not average_over or contradicted:
         return state, msgspec.structs.replace(
@@ -311,10 +316,13 @@ def _observe(state: RegimeState, signal: RegimeSignal, limits: RegimeConfig) -> 
         average_s = math.exp(log_average)
         if state.regime is Regime.BELOW and not signal.pressed:
             elapsed_s = at_s - state.averaged_at_s if state.average_s is not None else 0.0
-            before = Baseline(value_s=state.baseline_s, readings_s=state.readings_s)
+            before = Baseline(value_s=state.baseline_s, steady_s=state.steady_s, readings_s=state.readings_s)
             baseline = learned(before, signal.p99_s, average_s, elapsed_s, calm=signal.idle)
             state = msgspec.structs.replace(
-                state, baseline_s=baseline.value_s, readings_s=baseline.readings_s
+                state,
+                baseline_s=baseline.value_s,
+                steady_s=baseline.steady_s,
+                readings_s=baseline.readings_s,
             )
         state = msgspec.structs.replace(state, average_s=average_s, averaged_at_s=at_s)
     return _note_need(state, signal, limits), True

@@ -6,8 +6,9 @@ Invariant: pure; a resource that is not known says nothing.
 Source: paper section 5.2: pools saturate on different resources.
 
 Why a queue's thresholds count units of service time: see evidence.Service. By chance alone eight ranks at
-80 % of their capacity queue up to 17 units within half an hour; at 120 % they gain 10 to 15 a second. Demand
-over capacity makes proof of less: both at once are as unlikely by chance. Measured: bench `detection`.
+80 % of their capacity queue up to 17 units within half an hour; at 120 % they gain 10 to 15 a second.
+Counting arrivals is faster, for it has only their number's noise and not their sizes': see `arrivals`.
+Measured: bench `detection`.
 """
 
 from typing import NamedTuple
@@ -17,9 +18,11 @@ from dynamo_poa.evidence import PoolReading, RankReading
 
 QUEUE, KV_BLOCKS, SLOTS, ITERATION = "queue", "kv_blocks", "slots", "iteration"
 
-DEMAND_OVER = 1.05  # arriving work over capacity that corroborates a queue ...
-EARLY_FRAC = 0.3  # ... of this share of its threshold, without confirmation: each confirms the other
-DEMAND_UNDER = 0.85  # demand that ends `saturated` once half of the queue's peak is gone
+EARLY_FRAC = 0.15  # of its threshold a queue needs, and no confirmation, when arrivals alone ...
+EXCESS_REQUESTS = 20.0  # ... outran capacity by so many requests a rank's pool could not take
+DEMAND_UNDER = 0.85  # arriving work over capacity that ends `saturated` once half of the queue's peak is gone
+BUSY_FRAC = 0.95  # busier than that, time no longer tells how much was asked for
+WORK_HALF_LIFE_S = 20.0  # of what requests really take
 QUEUE_EXIT_FRAC = (
     0.25  # a queue is over under this share of its threshold; a stable one empties again and again
 )
@@ -49,16 +52,50 @@ class Recent(NamedTuple):
 
     queue_units, queued:  moving averages of the queue, in units and in requests
     peak_s:               highest queue since the pool became saturated
+    arrived:              requests up to the tick before
+    excess_s:             by how much arriving work has outrun capacity: see `arrivals`
+    busy_frac, offered:   moving averages, below the knee, of the time passes ran and of what arrivals should
+                          have made of it
     """
 
     queue_units: float = 0.0
     queued: float = 0.0
     peak_s: float = 0.0
+    arrived: int | None = None
+    excess_s: float = 0.0
+    busy_frac: float = 0.0
+    offered: float = 0.0
+
+    @property
+    def work_frac(self) -> float:
+        """Return what a request really takes over what its size says: batches share what a pass costs."""
+        return min(max(self.busy_frac / self.offered, 0.5), 1.5) if self.offered else 1.0
 
 
 def units(reading: PoolReading) -> float | None:
     """Return a pool's queue in its unit, None while either is unknown."""
     return reading.queue_s / reading.unit_s if reading.queue_s is not None and reading.unit_s else None
+
+
+def arrivals(recent: Recent, reading: PoolReading, elapsed_s: float, *, learns: bool) -> Recent:
+    """Return by how much arrivals, each of mean size, have outrun the pool's capacity: a CUSUM at capacity.
+
+        excess = max(0, excess + arrivals * request_s * work_frac - elapsed), at most three times what proves
+
+    Args:  learns: below the knee, where the time that passes ran tells what requests really take.
+    """
+    if reading.arrived is None or reading.request_s is None or recent.arrived is None:
+        return recent._replace(arrived=reading.arrived, excess_s=0.0)
+    brought_s = max(reading.arrived - recent.arrived, 0) * reading.request_s
+    most_s = 3 * EXCESS_REQUESTS * reading.request_s
+    excess_s = min(max(recent.excess_s + brought_s * recent.work_frac - elapsed_s, 0.0), most_s)
+    if learns and reading.busy_frac is not None and reading.busy_frac < BUSY_FRAC and elapsed_s > 0:
+        weight = 1 - 0.5 ** (elapsed_s / WORK_HALF_LIFE_S)
+        recent = recent._replace(
+            busy_frac=recent.busy_frac + weight * (reading.busy_frac - recent.busy_frac),
+            offered=recent.offered + weight * (brought_s / elapsed_s - recent.offered),
+        )
+    return recent._replace(arrived=reading.arrived, excess_s=excess_s)
 
 
 def pool_evidence(
@@ -78,17 +115,20 @@ def pool_evidence(
 
 
 def _queue(reading: PoolReading, recent: Recent, limits: RegimeConfig) -> Evidence | None:
-    """Seconds of queued work: 2 at its threshold, or at EARLY_FRAC of it with demand over capacity.
+    """Seconds of queued work: 2 at its threshold, or at EARLY_FRAC of it when arrivals outran capacity.
 
     Half of its peak gone, and demand well under capacity: what is left is the past, and no longer saturation.
     """
-    queue_s, unit_s, demand = reading.queue_s, reading.unit_s, reading.demand
+    queue_s, unit_s = reading.queue_s, reading.unit_s
     if queue_s is None or unit_s is None:
         return None
     threshold, confirm_s = limits.queue_saturated * unit_s, limits.pool_confirm_s
-    if demand is not None and demand >= DEMAND_OVER:
+    if reading.request_s is not None and recent.excess_s >= EXCESS_REQUESTS * reading.request_s:
         threshold, confirm_s = EARLY_FRAC * threshold, 0.0
     empty = queue_s <= QUEUE_EXIT_FRAC * limits.queue_saturated * unit_s
+    demand = None
+    if reading.rate is not None and reading.request_s is not None:
+        demand = reading.rate * reading.request_s * recent.work_frac
     drained = demand is not None and demand <= DEMAND_UNDER and queue_s <= recent.peak_s / 2
     rests = (empty, empty or drained)
     if queue_s >= threshold and not drained:

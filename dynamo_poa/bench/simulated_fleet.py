@@ -157,6 +157,7 @@ class SimulatedFleet:
             ttft=ttft,
             traffic=Traffic(
                 in_flight=self._in_flight,
+                arrived=self.started,
                 arrival_rate=len(self._arrivals) / min(window_s, max(at_s, STEP_S)),
                 tokens_mean=tokens / len(self._sizes) if tokens else None,
                 tokens_effective=sum(size**2 for size in self._sizes) / tokens if tokens else None,
