@@ -182,7 +182,8 @@ def _release(
         return msgspec.structs.replace(pool, rest_since_s=None, reason=f"{pool.resource} not yet released")
     since_s = at_s if pool.rest_since_s is None else pool.rest_since_s
     at_once = driving is None or (pool.level == 2 and driving.drained)
-    if not at_once and at_s - since_s < limits.pool_release_s:
+    lull = any(evidence.lull for evidence in found)
+    if not at_once and (lull or at_s - since_s < limits.pool_release_s):
         return msgspec.structs.replace(pool, rest_since_s=since_s, reason=f"{pool.resource} being released")
     why = (
         "expired: no longer known" if driving is None else f"released at {show(pool.resource, driving.value)}"

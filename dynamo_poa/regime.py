@@ -180,12 +180,12 @@ def next_regime(
         return _move(state, signal, limits, msgspec.structs.replace(rise, hold=Applied.UNCHANGED), up=True)
     if pool is not None and pool.regime.level == level:
         return state, _of_pool(pool, dwell_left_s)
-    if rise is not None:
-        return state, rise
     if _is_released(state, signal):
         loads = "all workers idle" if signal.idle else compare(state.needed[level - 1], signal.load)
         reason = f"{state.driver} is released: {loads}"
         return _move(state, signal, limits, Verdict(reason=reason, dwell_left_s=dwell_left_s), up=False)
+    if rise is not None:
+        return state, rise
     theta_s = thresholds_s(state.baseline_s, limits)
     if not ready or theta_s is None:
         shedding = signal.shed_frac > SHED_LIMIT

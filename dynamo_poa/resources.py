@@ -20,7 +20,11 @@ QUEUE, KV_BLOCKS, SLOTS, ITERATION = "queue", "kv_blocks", "slots", "iteration"
 
 EARLY_FRAC = 0.15  # of its threshold a queue needs, and no confirmation, when arrivals alone ...
 EXCESS_REQUESTS = 20.0  # ... outran capacity by so many requests a rank's pool could not take
-DEMAND_UNDER = 0.85  # arriving work over capacity that ends `saturated` once half of the queue's peak is gone
+DRAINED_DEMAND = (
+    0.75  # arriving work over capacity that ends `saturated` once half of the queue's peak is gone
+)
+REST_DEMAND = 0.8  # the most, on average, at which an empty queue is more than a lull
+DEMAND_HALF_LIFE_S = 5.0  # of that average; at 95 % of capacity its deviation is 2.5 %
 BUSY_FRAC = 0.95  # busier than that, time no longer tells how much was asked for
 WORK_HALF_LIFE_S = 20.0  # of what requests really take
 QUEUE_EXIT_FRAC = (
@@ -36,6 +40,7 @@ class Evidence(NamedTuple):
     rests:       whether it lets go of level 1, and of level 2
     drained:     it lets go of level 2 without waiting for release_s
     confirm_s:   how long it has to call before it is heard
+    lull:        it rests, but so much is asked for that it may not for long
     """
 
     resource: str
@@ -45,6 +50,7 @@ class Evidence(NamedTuple):
     rests: tuple[bool, bool]
     drained: bool = False
     confirm_s: float = 0.0
+    lull: bool = False
 
 
 class Recent(NamedTuple):
@@ -54,6 +60,7 @@ class Recent(NamedTuple):
     peak_s:               highest queue since the pool became saturated
     arrived:              requests up to the tick before
     excess_s:             by how much arriving work has outrun capacity: see `arrivals`
+    demand:               moving average of arriving work over capacity, None while it is not known
     busy_frac, offered:   moving averages, below the knee, of the time passes ran and of what arrivals should
                           have made of it
     """
@@ -63,6 +70,7 @@ class Recent(NamedTuple):
     peak_s: float = 0.0
     arrived: int | None = None
     excess_s: float = 0.0
+    demand: float | None = None
     busy_frac: float = 0.0
     offered: float = 0.0
 
@@ -85,7 +93,7 @@ def arrivals(recent: Recent, reading: PoolReading, elapsed_s: float, *, learns: 
     Args:  learns: below the knee, where the time that passes ran tells what requests really take.
     """
     if reading.arrived is None or reading.request_s is None or recent.arrived is None:
-        return recent._replace(arrived=reading.arrived, excess_s=0.0)
+        return recent._replace(arrived=reading.arrived, excess_s=0.0, demand=None)
     brought_s = max(reading.arrived - recent.arrived, 0) * reading.request_s
     most_s = 3 * EXCESS_REQUESTS * reading.request_s
     excess_s = min(max(recent.excess_s + brought_s * recent.work_frac - elapsed_s, 0.0), most_s)
@@ -95,7 +103,17 @@ def arrivals(recent: Recent, reading: PoolReading, elapsed_s: float, *, learns: 
             busy_frac=recent.busy_frac + weight * (reading.busy_frac - recent.busy_frac),
             offered=recent.offered + weight * (brought_s / elapsed_s - recent.offered),
         )
-    return recent._replace(arrived=reading.arrived, excess_s=excess_s)
+    now, average = demand(recent, reading), recent.demand
+    if now is not None and average is not None:
+        now = average + (1 - 0.5 ** (elapsed_s / DEMAND_HALF_LIFE_S)) * (now - average)
+    return recent._replace(arrived=reading.arrived, excess_s=excess_s, demand=now)
+
+
+def demand(recent: Recent, reading: PoolReading) -> float | None:
+    """Return arriving work over capacity, of the last seconds; None while it is not known."""
+    if reading.rate is None or reading.request_s is None:
+        return None
+    return reading.rate * reading.request_s * recent.work_frac
 
 
 def pool_evidence(
@@ -126,17 +144,16 @@ def _queue(reading: PoolReading, recent: Recent, limits: RegimeConfig) -> Eviden
     if reading.request_s is not None and recent.excess_s >= EXCESS_REQUESTS * reading.request_s:
         threshold, confirm_s = EARLY_FRAC * threshold, 0.0
     empty = queue_s <= QUEUE_EXIT_FRAC * limits.queue_saturated * unit_s
-    demand = None
-    if reading.rate is not None and reading.request_s is not None:
-        demand = reading.rate * reading.request_s * recent.work_frac
-    drained = demand is not None and demand <= DEMAND_UNDER and queue_s <= recent.peak_s / 2
+    now = demand(recent, reading)
+    drained = now is not None and now <= DRAINED_DEMAND and queue_s <= recent.peak_s / 2
+    lull = recent.demand is not None and recent.demand > REST_DEMAND
     rests = (empty, empty or drained)
     if queue_s >= threshold and not drained:
-        return Evidence(QUEUE, 2, queue_s, threshold, rests, confirm_s=confirm_s)
+        return Evidence(QUEUE, 2, queue_s, threshold, rests, confirm_s=confirm_s, lull=lull)
     if recent.queue_units >= limits.queue_transition and not empty:
         value, threshold = recent.queue_units * unit_s, limits.queue_transition * unit_s
-        return Evidence(QUEUE, 1, value, threshold, rests, drained, limits.pool_confirm_s)
-    return Evidence(QUEUE, 0, queue_s, threshold, rests, drained)
+        return Evidence(QUEUE, 1, value, threshold, rests, drained, limits.pool_confirm_s, lull)
+    return Evidence(QUEUE, 0, queue_s, threshold, rests, drained, lull=lull)
 
 
 def _kv_blocks(reading: PoolReading, limits: RegimeConfig) -> Evidence | None:

@@ -245,8 +245,8 @@ def test_a_record_is_shown_with_every_figure_and_every_unknown() -> None:
         "load        - in flight, - arrivals/s, 0.0% refused",
     ]
     assert [line.split() for line in shown[10:12]] == [
-        ["pool", "workers", "silent", "KV", "used", "fullest", "queued", "running", "busy"],
-        ["prefill", "2", "0", "25.0%", "-", "-", "-", "-"],
+        ["pool", "regime", "workers", "silent", "KV", "used", "fullest", "queued", "running", "busy"],
+        ["prefill", "-", "2", "0", "25.0%", "-", "-", "-", "-"],
     ]
     assert shown[14].split() == ["r1", "3", "heartbeat", "none", "0", "0.100", "s"]
     assert shown[16:] == [

@@ -413,3 +413,23 @@ def test_an_estimate_of_survivors_is_flagged(shed_frac, censored):
     channel = Channel()
     channel.tick(shed_frac=shed_frac)
     assert channel.effects.record.censored is censored
+
+
+def test_a_baseline_learnt_below_the_knee_is_stored_for_a_successor_under_the_same_revision():
+    """I6: one record a minute at most, and no change told: parameters are the same."""
+    channel = Channel()
+    channel.ticks(61)
+    assert [params.revision for params in channel.published] == [1, 1]
+    assert channel.current.baseline_s == pytest.approx(0.5)
+    assert channel.effects.events == ()
+    assert channel.effects.record.applied is Applied.UNCHANGED
+    channel.ticks(300)
+    assert len(channel.published) == 2  # nothing new to tell
+    successor = take_over(channel.current)
+    assert successor.regime.baseline_s == channel.current.baseline_s
+
+
+def test_a_successor_knows_the_unloaded_iteration_time():
+    """Learnt again under load it would be the loaded one."""
+    state = take_over(record(ParamsKind.POLICY, iteration_baseline_s=0.007))
+    assert state.pressure.iteration.value_s == 0.007
