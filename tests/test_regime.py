@@ -10,14 +10,8 @@ from hypothesis import strategies as st
 
 from dynamo_poa.config import RegimeConfig
 from dynamo_poa.demand import Load
-from dynamo_poa.regime import (
-    BASELINE_READINGS,
-    RegimeSignal,
-    RegimeState,
-    next_regime,
-    thresholds_s,
-    unseen,
-)
+from dynamo_poa.regime import BASELINE_READINGS, next_regime, unseen
+from dynamo_poa.regime_state import RegimeSignal, RegimeState, thresholds_s
 from dynamo_poa.ttft import sample_of
 from dynamo_poa.values import Applied, PoolRegime, Regime, Role
 

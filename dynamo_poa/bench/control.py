@@ -61,9 +61,9 @@ FIGURES: dict[str, Measurement] = {
     "hop": lambda lengths, say: hop.measure(lengths.turns, lengths.turn_s, say),
     "latency": lambda lengths, say: latency.measure(lengths.latency_s, say),
     "observe": lambda lengths, say: observe.measure(lengths.observe_s, say),
-    "detection": lambda lengths, say: detection.measure(lengths.steady_minutes, lengths.seeds, say),
     "memory": lambda lengths, say: memory.measure(lengths.minutes, say),
     "snapshot": lambda lengths, say: snapshot.measure(lengths.snapshots, say),
+    "detection": lambda lengths, say: detection.measure(lengths.steady_minutes, lengths.seeds, say),
 }
 
 

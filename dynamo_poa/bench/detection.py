@@ -116,7 +116,7 @@ def figure(measures: list[Measure], seeds: int) -> Figure:
     """Return the figure with what a reader must know of it."""
     return Figure(
         name="detection",
-        title=f"the regime after a step from {LOW:.0%} to {HIGH:.0%} of capacity and back, and at steady load",
+        title=f"the regime after a step from {LOW:.0%} to {HIGH:.0%} of capacity and back, and steady",
         measures=tuple(measures),
         conditions=(
             f"simulated prefill workers in virtual time, 12.5 requests/s each, {seeds} seeds; Poisson "

@@ -13,7 +13,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from dynamo_poa.regime import UPSTREAM
+from dynamo_poa.regime_state import UPSTREAM
 from dynamo_poa.resources import show
 from dynamo_poa.serve.show import UNKNOWN, count, counts, number, percent, seconds
 from dynamo_poa.telemetry import TelemetryRecord
