@@ -72,12 +72,12 @@ def test_a_queue_of_one_tick_is_chance():
 
 
 def test_arrivals_that_outrun_capacity_prove_a_smaller_queue():
-    """Each adds 0.01 s to a mean queue that loses 0.25 s a tick: of 45 a tick, 20 are too many."""
+    """Each adds 0.01 s to a mean queue that loses 0.25 s a tick: of 45 a tick 20 are too many, of two 40."""
     pools = Pools()
     seen = [
         pools.tick(queue_s=0.07, request_s=0.01, arrived=45 * tick, rate=180.0).regime for tick in range(4)
     ]
-    assert seen == [BELOW, SATURATED, SATURATED, SATURATED]
+    assert seen == [BELOW, BELOW, SATURATED, SATURATED]  # 24 prove it
     assert pools.pool.threshold == pytest.approx(0.06)
     pools = Pools()
     for tick in range(40):  # at 80 % they prove nothing
