@@ -19,7 +19,7 @@ from dynamo_poa.evidence import PoolReading, RankReading
 QUEUE, KV_BLOCKS, SLOTS, ITERATION = "queue", "kv_blocks", "slots", "iteration"
 
 EARLY_FRAC = 0.15  # of its threshold a queue needs, and no confirmation, when arrivals alone ...
-EXCESS_REQUESTS = 24.0  # ... outran capacity by so many requests a rank's pool could not take
+EXCESS_REQUESTS = 30.0  # ... outran capacity by so many requests a rank's pool could not take
 DRAINED_DEMAND = (
     0.75  # arriving work over capacity that ends `saturated` once half of the queue's peak is gone
 )
