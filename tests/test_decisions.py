@@ -151,6 +151,17 @@ def test_a_request_shed_after_it_was_chosen_arrived_once(decisions):
     assert decisions.traffic(1.0) == Traffic(in_flight=0, arrival_rate=1.0, shed_frac=1.0, arrived=1)
 
 
+def test_a_prefill_leg_refused_on_its_second_attempt_counts_its_request_once(decisions):
+    """S8: chosen, its worker unreachable, then refused; the decode leg that comes later is refused, too."""
+    router = Router()
+    decisions.apply(router.batch(), 0.0)
+    decisions.apply(router.batch(chosen("a", P), ended("a", role=P, outcome=Outcome.SHED)), 1.0)
+    decisions.apply(router.batch(ended("a", outcome=Outcome.SHED), chosen("b")), 2.0)
+    assert decisions.traffic(2.0) == Traffic(
+        in_flight=1, arrival_rate=1.0, shed_frac=0.5, arrived=2, tokens_mean=64.0, tokens_effective=64.0
+    )
+
+
 def test_windows_hold_the_last_priced_decisions_of_each_leg(decisions):
     """Bounded at `window`; decisions without candidates, or impossible ones, are counted apart."""
     both = (Candidate(1, 0, 16, 0, 0, 0), Candidate(2, 0, 16, 0, 3, 0))
