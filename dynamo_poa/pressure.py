@@ -96,7 +96,8 @@ def unseen(state: PressureState) -> PressureState:
         role: msgspec.structs.replace(pool, over_since_s={}, rest_since_s=None)
         for role, pool in state.pools.items()
     }
-    return msgspec.structs.replace(state, pools=pools, changes=())
+    hot = {key: rank for key, rank in state.hot.items() if rank.latched}
+    return msgspec.structs.replace(state, pools=pools, hot=hot, changes=())
 
 
 def _learn_iteration(

@@ -211,6 +211,16 @@ def test_a_hot_rank_that_nothing_confirms_is_cleared_within_the_horizon():
     assert cleared == [(1035.0, False, "kv_blocks expired: not confirmed for 30 s")]
 
 
+def test_a_rank_is_not_confirmed_hot_while_nothing_is_seen():
+    """Over on one tick, ten blind seconds, over again: its confirmation begins anew."""
+    pools = Pools()
+    hot = RankReading(key=WorkerKey(0, 0), queue_s=3.0, queued=9)
+    assert pools.changed(0.25, hot) == []
+    pools.state, pools.at_s = unseen(pools.state), 1010.0
+    (latched,) = pools.changed(5, hot)
+    assert latched[:2] == (1012.25, True)
+
+
 def test_ranks_that_are_hot_together_are_their_pools_matter():
     """More than half of the ranks over: none is said to be hot by itself."""
     pools = Pools()
