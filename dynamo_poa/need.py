@@ -11,7 +11,7 @@ import msgspec
 from dynamo_poa.config import RegimeConfig
 from dynamo_poa.demand import Load, rose
 from dynamo_poa.regime_state import RegimeSignal, RegimeState, driver_of, thresholds_s
-from dynamo_poa.values import REGIMES, PoolRegime
+from dynamo_poa.values import REGIMES, PoolRegime, Regime
 
 RELAPSE_DWELLS = 10  # needed again this soon after it was let go, without more load: let go too early
 
@@ -40,8 +40,12 @@ def note_need(state: RegimeState, signal: RegimeSignal, limits: RegimeConfig) ->
 
 
 def note_pressed(state: RegimeState, signal: RegimeSignal, pool: PoolRegime) -> RegimeState:
-    """Return the state with its driver, and the load at which its regime and those under it are needed."""
-    state = msgspec.structs.replace(state, needed_at_s=signal.at_s, driver=driver_of(pool))
+    """Return the state with its driver, and the load at which its regime and those under it are needed.
+
+    Below the knee there is none yet: the dwell may still keep the pool's pressure from moving the regime.
+    """
+    driver = "" if state.regime is Regime.BELOW else driver_of(pool)
+    state = msgspec.structs.replace(state, needed_at_s=signal.at_s, driver=driver)
     for level in range(1, state.regime.level + 1):
         needed = state.needed[level - 1]
         grew = needed is None or (signal.load.in_flight or 0) > (needed.in_flight or 0)

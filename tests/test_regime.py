@@ -398,6 +398,16 @@ def test_the_second_step_up_on_a_pools_word_need_not_wait_for_the_dwell():
     assert plant.changes == [(1000.25, BELOW, TRANSITION), (1000.5, TRANSITION, SATURATED)]
 
 
+def test_below_the_knee_nothing_drives_the_regime_even_while_the_dwell_holds_a_pool_back():
+    """The record says so: a driver is what the regime is needed for."""
+    plant = Plant(state=RegimeState(changed_at_s=1000.0))
+    plant.tick(0.5, pools=pool(TRANSITION))
+    assert (plant.state.regime, plant.verdict.hold) == (BELOW, Applied.HELD_DWELL)
+    assert (plant.verdict.driver, plant.state.driver) == ("prefill.queue", "")
+    plant.ticks(4, 0.5, pools=pool(TRANSITION))
+    assert (plant.state.regime, plant.state.driver) == (TRANSITION, "prefill.queue")
+
+
 def test_a_step_up_after_a_step_down_waits_for_the_dwell_whoever_asks():
     """D1: a limit cycle needs a step down, and the dwell holds what follows it."""
     plant = Plant()
