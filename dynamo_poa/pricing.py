@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dynamo_poa.decisions import DecisionLog
 from dynamo_poa.estimator import MarginalEstimator
 from dynamo_poa.flight import InFlight
-from dynamo_poa.frozen import PricedDecision, frozen_estimate
+from dynamo_poa.frozen import METHOD, PricedDecision, frozen_estimate
 from dynamo_poa.latency import LatencyBook
 from dynamo_poa.load import WorkerState
 from dynamo_poa.snapshot import Snapshot, foreign_tokens, price, take_snapshot
@@ -50,7 +50,7 @@ class Pricer:
         """Price in a worker thread, or as `run` does it."""
         self.latencies: Mapping[WorkerKey, WorkerLatency] = {}
         self.marginal = Estimate(reason="no decisions")
-        self.frozen = Estimate(reason="no decisions", method="frozen")
+        self.frozen = Estimate(reason="no decisions", method=METHOD)
         self.skipped = 0
         self._estimator = MarginalEstimator(window_s)
         self._book = book
@@ -68,11 +68,15 @@ class Pricer:
         self._job = asyncio.create_task(self._price(at_s, snapshots, windows), name="pricing")
 
     def take_failure(self) -> BaseException | None:
-        """Return what a job that has ended tripped over, once."""
+        """Return what a job that has ended tripped over, once; there is no estimate until one succeeds."""
         if self._job is None or not self._job.done():
             return None
         job, self._job = self._job, None
-        return None if job.cancelled() else job.exception()
+        error = None if job.cancelled() else job.exception()
+        if error is not None:
+            self.marginal = Estimate(reason=f"pricing failed: {error!r}")
+            self.frozen = Estimate(reason=self.marginal.reason, method=METHOD)
+        return error
 
     async def settled(self) -> None:
         """Wait until nothing is being priced; for tests and measurements, no tick does."""

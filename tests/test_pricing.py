@@ -86,7 +86,7 @@ async def test_a_job_that_is_late_costs_snapshots_and_no_tick(book, decisions):
 
 
 async def test_a_job_that_fails_is_told_once_and_the_next_goes_on(book, decisions):
-    """The estimate before it stays."""
+    """The estimate before it does not pass for one of now: until the next there is none, and why is said."""
     failing = True
 
     async def run(job):
@@ -96,9 +96,11 @@ async def test_a_job_that_fails_is_told_once_and_the_next_goes_on(book, decision
 
     pricer = Pricer(60.0, book, run=run)
     pricer.look(5.0, RANKS, decisions)
-    await asyncio.sleep(0.001)
+    await pricer.settled()
     assert repr(pricer.take_failure()) == "ValueError('broken')"
     assert pricer.take_failure() is None
+    assert (pricer.marginal.poa_hat, pricer.frozen.poa_hat) == (None, None)
+    assert pricer.marginal.reason == pricer.frozen.reason == "pricing failed: ValueError('broken')"
     failing = False
     pricer.look(6.0, RANKS, decisions)
     await settled(pricer)
