@@ -645,7 +645,7 @@ def test_which_worker_is_which_does_not_matter(passes: Seen) -> None:
 
 
 def test_passes_that_speak_for_no_term_leave_the_curve_as_it_was():
-    """A prior of 1 µs beside a pass of 100 s: no term is left to be fitted, which scipy's nnls does not bear."""
+    """A prior of 1 µs beside a pass of 100 s: no term is left to fit, which scipy's nnls does not bear."""
     row = rows_of(*(np.array([figure]) for figure in (100.0, 1.0, 0.0, 0.0, 0.0)))
     sums = Sums.of(row, np.ones(1), np.zeros(TERMS))
     prior = np.array([5e-7, 5e-7, 0.0, 0.0, 0.0, 0.0])
