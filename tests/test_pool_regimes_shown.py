@@ -8,10 +8,10 @@ from prometheus_client import generate_latest
 from records import RECORD
 from shown import text
 
+from dynamo_poa.controller_metrics import ControllerMetrics
 from dynamo_poa.hot import HotChange
 from dynamo_poa.report import hot_events
 from dynamo_poa.serve.view import record_view
-from dynamo_poa.telemetry import ControllerMetrics
 from dynamo_poa.values import HotWorker, PoolRegime, Regime, Role, WorkerKey
 
 W1 = 2**64 - 59

@@ -11,8 +11,9 @@ from exposition import samples_of
 from prometheus_client import generate_latest
 from simulated_graph import Graph, ticking
 
+from dynamo_poa.controller_metrics import ControllerMetrics
 from dynamo_poa.params import encode_params
-from dynamo_poa.telemetry import ControllerMetrics, LogSink, configure_logging
+from dynamo_poa.telemetry import LogSink, configure_logging
 from dynamo_poa.values import Regime, Role
 from dynamo_poa.wire import Chosen, DecisionBatch, FirstToken
 
