@@ -15,7 +15,7 @@ from rich.text import Text
 
 from dynamo_poa.regime_state import UPSTREAM
 from dynamo_poa.resources import show
-from dynamo_poa.serve.show import UNKNOWN, count, counts, number, percent, seconds
+from dynamo_poa.serve.show import UNKNOWN, count, counts, figures_table, number, percent, seconds
 from dynamo_poa.telemetry import TelemetryRecord
 from dynamo_poa.values import PoolRegime, Regime, WorkerLatency
 
@@ -103,7 +103,9 @@ def parameters(record: TelemetryRecord) -> str:
 def _pools(record: TelemetryRecord) -> RenderableType:
     if not record.pools:
         return Text("no worker known")
-    table = _table("pool", "regime", "workers", "silent", "KV used", "fullest", "queued", "running", "busy")
+    table = figures_table(
+        "pool", "regime", "workers", "silent", "KV used", "fullest", "queued", "running", "busy"
+    )
     for role, pool in record.pools.items():
         table.add_row(
             role,
@@ -139,7 +141,7 @@ def _pool_regime(pool: PoolRegime | None) -> Text:
 def _routers(record: TelemetryRecord) -> RenderableType:
     if not record.routers:
         return Text("no router heard")
-    table = _table("router", "revision", "from", "in flight", "dropped", "heard ago")
+    table = figures_table("router", "revision", "from", "in flight", "dropped", "heard ago")
     for router in record.routers:
         table.add_row(
             router.router_id,
@@ -178,12 +180,4 @@ def _grid() -> Table:
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim")
     table.add_column()
-    return table
-
-
-def _table(name: str, *figures: str) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    table.add_column(name)
-    for title in figures:
-        table.add_column(title, justify="right")
     return table
