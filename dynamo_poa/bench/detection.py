@@ -66,7 +66,7 @@ def steady(load: float, seed: int, minutes: float) -> int:
     return len(Controlled(Shape(rate=lambda at_s: capacity * load), seed).run(60 * minutes))
 
 
-def knee(load: float | None, seed: int) -> int:
+def knee(load: float | None, seed: int, lasts_s: float = KNEE_S) -> int:
     """Return how often a regime was left and entered again within FLAP_S, with clients at the knee."""
     shape = Shape()
     holds = shape.capacity * (shape.think_s + shape.answer_s + 0.1)
@@ -77,7 +77,7 @@ def knee(load: float | None, seed: int) -> int:
         return round(holds * (wanders if load is None else load) * min(at_s / 30, 1.0))
 
     run = Controlled(Shape(clients=clients), seed)
-    run.run(KNEE_S)
+    run.run(lasts_s)
     path = [(0.0, Regime.BELOW), *((at_s, regime) for at_s, regime, _ in run.changes)]
     return sum(
         later is before and back_s - left_s <= FLAP_S
