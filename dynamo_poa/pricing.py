@@ -29,8 +29,14 @@ def snapshots_at(
     latencies: Mapping[WorkerKey, WorkerLatency],
     running: Mapping[Role, Sequence[InFlight]],
 ) -> list[Snapshot]:
-    """Return one snapshot of each leg, all of one instant."""
+    """Return one snapshot of each leg, all of one instant.
+
+    Where all of a role have ceased to report passes, its models fade into one curve for all, by which any
+    placement would be the best: PoA-hat then is not 1 but unknown.
+    """
     known = list(workers)
+    reporting = {worker.card.role for worker in known if worker.running_prefill_requests is not None}
+    latencies = {key: latency for key, latency in latencies.items() if latency.role in reporting}
     cards = {worker.key.worker_id: worker.card for worker in known}
     return [
         take_snapshot(role, at_s, requests, latencies, cards, foreign_tokens(known, requests))

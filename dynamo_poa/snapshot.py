@@ -26,7 +26,7 @@ Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]
 
 MIN_WORKERS = 2
-NO_PASS = "no forward pass of its kind seen yet to learn its time from"
+NO_PASS = "no forward pass of its kind heard of lately to learn its time from"
 MAX_SECONDS = 1e9  # of anything in a game; more is a count that no engine has
 TOO_LONG = f"a request or queue that would take more than {MAX_SECONDS:g} s: some message's count is not true"
 MAX_PRICED = 512  # requests of one game; of more every other, third, ... is taken and stands for its like

@@ -167,8 +167,8 @@ def test_without_cards_and_header_workers_are_inferred_and_the_figures_are_the_s
     [
         (
             ("forward-pass-metrics",),
-            "prefill: no forward pass of its kind seen yet to learn its time from; "
-            "decode: no forward pass of its kind seen yet to learn its time from",
+            "prefill: no forward pass of its kind heard of lately to learn its time from; "
+            "decode: no forward pass of its kind heard of lately to learn its time from",
             True,
         ),
         (("decisions",), "no decisions", False),
