@@ -331,6 +331,7 @@ class ControlLoop:
             "decisions_dropped_by_router": decisions.dropped,
             "decisions_unpriced": decisions.unpriced,
             "snapshots_unpriced": self._pricer.skipped,
+            "passes_unmeasured": self._pricer.unmeasured,
             "requests_forgotten": decisions.forgotten,
             "slow_consumer": sum(connection.dropped for connection in self._connections),
             "handler_failed": sum(connection.handler_errors for connection in self._connections),

@@ -12,15 +12,14 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dynamo_poa.decisions import DecisionLog
 from dynamo_poa.estimator import MarginalEstimator
 from dynamo_poa.flight import InFlight
-from dynamo_poa.frozen import METHOD, PricedDecision, frozen_estimate
+from dynamo_poa.frozen import METHOD, frozen_estimate
 from dynamo_poa.latency import LatencyBook
 from dynamo_poa.load import WorkerState
 from dynamo_poa.snapshot import Snapshot, foreign_tokens, price, take_snapshot
 from dynamo_poa.values import Estimate, Role, WorkerKey, WorkerLatency
 
-Windows = Mapping[Role, Sequence[PricedDecision]]
-Estimates = tuple[Estimate, Estimate]
-Run = Callable[[Callable[[], Estimates]], Awaitable[Estimates]]
+Found = tuple[Mapping[WorkerKey, WorkerLatency], Estimate, Estimate]
+Run = Callable[[Callable[[], Found]], Awaitable[Found]]
 
 
 def snapshots_at(
@@ -64,14 +63,18 @@ class Pricer:
         self._job: asyncio.Task[None] | None = None
 
     def look(self, at_s: float, workers: Sequence[WorkerState], decisions: DecisionLog) -> None:
-        """Fit the latency models, take the snapshots of now and begin to price them."""
-        self.latencies = self._book.fit(at_s, [(worker.key, worker.card.role) for worker in workers])
+        """Note what is in flight now, and begin to fit the latency models and to price it."""
         if self._job is not None and not self._job.done():
             self.skipped += 1
             return
-        snapshots = snapshots_at(at_s, workers, self.latencies, decisions.running())
-        windows = decisions.windows()
-        self._job = asyncio.create_task(self._price(at_s, snapshots, windows), name="pricing")
+        running, windows = decisions.running(), decisions.windows()
+
+        def job() -> Found:
+            latencies = self._book.fit(at_s, [(worker.key, worker.card.role) for worker in workers])
+            self._estimator.add(map(price, snapshots_at(at_s, workers, latencies, running)))
+            return latencies, self._estimator.estimate(at_s), frozen_estimate(windows)
+
+        self._job = asyncio.create_task(self._take(job), name="pricing")
 
     def take_failure(self) -> BaseException | None:
         """Return what a job that has ended tripped over, once; there is no estimate until one succeeds."""
@@ -84,6 +87,11 @@ class Pricer:
             self.frozen = Estimate(reason=self.marginal.reason, method=METHOD)
         return error
 
+    @property
+    def unmeasured(self) -> int:
+        """Return how many passes had work and no duration."""
+        return self._book.unmeasured
+
     async def settled(self) -> None:
         """Wait until nothing is being priced; for tests and measurements, no tick does."""
         if self._job is not None:
@@ -95,9 +103,5 @@ class Pricer:
             self._job.cancel()
             await asyncio.gather(self._job, return_exceptions=True)
 
-    async def _price(self, at_s: float, snapshots: Sequence[Snapshot], windows: Windows) -> None:
-        def job() -> Estimates:
-            self._estimator.add(map(price, snapshots))
-            return self._estimator.estimate(at_s), frozen_estimate(windows)
-
-        self.marginal, self.frozen = await self._run(job)
+    async def _take(self, job: Callable[[], Found]) -> None:
+        self.latencies, self.marginal, self.frozen = await self._run(job)

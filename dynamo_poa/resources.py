@@ -18,14 +18,14 @@ from dynamo_poa.evidence import PoolReading, RankReading
 
 QUEUE, KV_BLOCKS, SLOTS, ITERATION = "queue", "kv_blocks", "slots", "iteration"
 
-EARLY_FRAC = 0.15  # of its threshold a queue needs, and no confirmation, when arrivals alone ...
-EXCESS_REQUESTS = 30.0  # ... outran capacity by so many requests a rank's pool could not take
+EARLY_FRAC = 0.1  # of its threshold a queue needs, and no confirmation, when arrivals alone ...
+EXCESS_REQUESTS = 31.0  # ... outran capacity by so many requests a rank's pool could not take
 DRAINED_DEMAND = 0.75  # arriving work over capacity that ends `saturated` once half of the peak is gone
 REST_DEMAND = 0.8  # the most, on average, at which an empty queue is more than a lull
 DEMAND_HALF_LIFE_S = 5.0  # of that average; at 95 % of capacity its deviation is 2.5 %
 BUSY_FRAC = 0.95  # busier than that, time no longer tells how much was asked for
-WORK_HALF_LIFE_S = 20.0  # of what requests really take
-QUEUE_EXIT_FRAC = 0.25  # of its threshold; a stable queue empties again and again
+WORK_HALF_LIFE_S = 120.0  # of what requests really take
+QUEUE_EXIT_FRAC = 0.18  # of its threshold; a stable queue empties again and again
 EXIT_FRAC = 0.9  # shares and iteration times move slowly: a little under the threshold is enough
 
 

@@ -9,7 +9,7 @@ from dynamo_poa.pressure import PressureState, next_pressure, unseen
 from dynamo_poa.values import HotWorker, PoolRegime, Regime, Role, WorkerKey
 
 BELOW, TRANSITION, SATURATED = Regime.BELOW, Regime.TRANSITION, Regime.SATURATED
-LIMITS = RegimeConfig()
+LIMITS = RegimeConfig(queue_saturated=20.0)  # round numbers below
 UNIT_S = 0.02  # 20 units saturate: 0.4 s; 5 on average are transition; a quarter of 20 is empty: 0.1 s
 
 
@@ -78,7 +78,7 @@ def test_arrivals_that_outrun_capacity_prove_a_smaller_queue():
         pools.tick(queue_s=0.07, request_s=0.01, arrived=45 * tick, rate=180.0).regime for tick in range(4)
     ]
     assert seen == [BELOW, BELOW, SATURATED, SATURATED]  # 24 prove it
-    assert pools.pool.threshold == pytest.approx(0.06)
+    assert pools.pool.threshold == pytest.approx(0.04)
     pools = Pools()
     for tick in range(40):  # at 80 % they prove nothing
         pools.tick(queue_s=0.07, request_s=0.01, arrived=20 * tick, rate=80.0)
@@ -188,8 +188,8 @@ def test_one_hot_rank_is_named_and_its_pool_stays_where_it_is():
     expected = HotWorker(worker_id=0, dp_rank=0, resource="queue", value=3.0, threshold=1.6)
     assert pools.pool.hot == (expected,)
     assert pools.pool.regime is BELOW
-    cleared = pools.changed(1, msgspec.structs.replace(hot, queue_s=0.3))
-    assert cleared == [(1005.25, False, "queue down to 0.30 s")]
+    cleared = pools.changed(1, msgspec.structs.replace(hot, queue_s=0.2))
+    assert cleared == [(1005.25, False, "queue down to 0.20 s")]
     assert pools.pool.hot == ()
 
 

@@ -32,7 +32,7 @@ from dynamo_poa.latency import LatencyBook
 from dynamo_poa.loop import ControlLoop
 from dynamo_poa.params import ParamsPublisher
 from dynamo_poa.policies import make_policy
-from dynamo_poa.pricing import Estimates, Pricer
+from dynamo_poa.pricing import Found, Pricer
 from dynamo_poa.telemetry import BusSink, LogSink
 from dynamo_poa.tick import Settings
 from dynamo_poa.values import Role, WorkerCard
@@ -185,10 +185,10 @@ async def _ticks(url: str, log: Any, ticks: int, kind: Kind) -> Spent:
     return Spent(ticks_s, pricing_s[-ticks:] if kind.estimates else [])
 
 
-async def _timed(spent_s: list[float], job: Callable[[], Estimates]) -> Estimates:
+async def _timed(spent_s: list[float], job: Callable[[], Found]) -> Found:
     """Run a job in a thread and note its CPU time."""
 
-    def timed() -> Estimates:
+    def timed() -> Found:
         before_s = time.thread_time()
         try:
             return job()
