@@ -12,16 +12,19 @@ import statistics
 import msgspec
 
 READINGS = 10  # fresh windows whose median is the first baseline
-DOWN_HALF_LIFE_S = 10.0  # a start under load must not pass for normal for long
+DOWN_HALF_LIFE_S = 10.0  # a start under load must not pass for normal for long, nor a lucky window for normal
 UP_HALF_LIFE_S = 600.0  # longer than any ramp that should be noticed
 UP_LIMIT = 1.5  # above this share of the baseline it is load, not drift
-NOISE_FRAC = 0.7  # down to this share of the baseline it is as likely noise, and followed as slowly as drift
 
 
 class Baseline(msgspec.Struct, frozen=True, kw_only=True):
-    """A baseline in seconds, None before the first; until then `readings_s` are collected."""
+    """A baseline in seconds, None before the first; until then `readings_s` are collected.
+
+    steady_s:  geometric moving average over DOWN_HALF_LIFE_S: what a baseline is never above
+    """
 
     value_s: float | None = None
+    steady_s: float | None = None
     readings_s: tuple[float, ...] = ()
 
 
@@ -30,20 +33,23 @@ def learned(
 ) -> Baseline:
     """Return the baseline learned a little further.
 
-        value = median of the first READINGS readings, then
-        value * (average / value) ** (1 - 0.5 ** (elapsed / half life))
+        first  the median of READINGS readings
+        down   min(value, steady)
+        up     value * (average / value) ** (1 - 0.5 ** (elapsed / UP_HALF_LIFE_S)), while calm
 
-    Args:  average_s: what it follows.  elapsed_s: since the reading before.  calm: nothing waits, workers are
-           half idle; False also when that is not known.
+    Args:  average_s: the latency now, smoothed as little as its consumer does.  elapsed_s: since the reading
+           before.  calm: nothing waits and workers are half idle; False also when that is not known.
     """
     if before.value_s is None:
         readings_s = (*before.readings_s, reading_s)
         if len(readings_s) < READINGS:
             return Baseline(readings_s=readings_s)
         return Baseline(value_s=statistics.median(readings_s))
-    ratio = average_s / before.value_s
-    if ratio > UP_LIMIT or (ratio > 1 and not calm):
-        return before
-    half_life_s = DOWN_HALF_LIFE_S if ratio < NOISE_FRAC else UP_HALF_LIFE_S
-    weight = 1 - 0.5 ** (elapsed_s / half_life_s)
-    return Baseline(value_s=before.value_s * ratio**weight)
+    steady_s = before.steady_s or before.value_s
+    steady_s *= (average_s / steady_s) ** (1 - 0.5 ** (elapsed_s / DOWN_HALF_LIFE_S))
+    value_s, ratio = before.value_s, average_s / before.value_s
+    if calm and 1 < ratio <= UP_LIMIT:
+        value_s *= ratio ** (1 - 0.5 ** (elapsed_s / UP_HALF_LIFE_S))
+    elif ratio <= 1:
+        value_s = min(value_s, steady_s)
+    return Baseline(value_s=value_s, steady_s=steady_s)

@@ -329,7 +329,7 @@ class RegimeConfig(Section, frozen=True, kw_only=True):
             low=1,
             high=1000,
         ),
-    ] = 20.0
+    ] = 28.0
     queue_transition: Annotated[
         float,
         Knob(

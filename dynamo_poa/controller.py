@@ -19,7 +19,8 @@ from dynamo_poa.config import ControllerConfig
 from dynamo_poa.demand import Load
 from dynamo_poa.evidence import Demand, PoolReading, read_pools
 from dynamo_poa.pressure import PressureState, next_pressure
-from dynamo_poa.regime import RegimeSignal, RegimeState, Verdict, next_regime, unseen
+from dynamo_poa.regime import next_regime, unseen
+from dynamo_poa.regime_state import RegimeSignal, RegimeState, Verdict
 from dynamo_poa.report import hot_events, params_event, regime_event, telemetry_record
 from dynamo_poa.tick import Choice, ControllerState, Effects, Observation, Settings, Watched
 from dynamo_poa.trend import Trend, next_trend
@@ -137,6 +138,7 @@ def _demand(seen: Observation) -> Demand:
         arrival_rate=traffic.arrival_rate,
         tokens_mean=traffic.tokens_mean,
         tokens_effective=traffic.tokens_effective,
+        arrived=traffic.arrived,
     )
 
 

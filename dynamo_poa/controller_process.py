@@ -21,6 +21,7 @@ from dynamo_poa.cards import CardsSink
 from dynamo_poa.clock import Clock, SystemClock
 from dynamo_poa.config import CommonConfig, ControllerConfig, RouterConfig
 from dynamo_poa.control import ControlService
+from dynamo_poa.controller_metrics import ControllerMetrics
 from dynamo_poa.decisions import DecisionLog
 from dynamo_poa.errors import BusError, ParamsError
 from dynamo_poa.fleet import Fleet
@@ -29,7 +30,7 @@ from dynamo_poa.loop import ControlLoop
 from dynamo_poa.params import ParamsPublisher, decode_heartbeat
 from dynamo_poa.policies import make_policy
 from dynamo_poa.pricing import Pricer
-from dynamo_poa.telemetry import BusSink, ControllerMetrics, LogSink, MetricsServer, configure_logging
+from dynamo_poa.telemetry import BusSink, LogSink, MetricsServer, configure_logging
 from dynamo_poa.tick import Settings
 from dynamo_poa.ttft import FrontendScraper
 from dynamo_poa.values import Role, WorkerCard

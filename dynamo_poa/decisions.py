@@ -51,6 +51,7 @@ class Traffic(msgspec.Struct, frozen=True, kw_only=True):
     shed_frac:         share of the window's arrivals that were refused
     tokens_mean:       prompt tokens a request had to compute where it was sent, E[u]
     tokens_effective:  the same as seen by one who meets them in service, E[u^2]/E[u]
+    arrived:           requests since the controller started
     """
 
     in_flight: int | None = None
@@ -58,6 +59,7 @@ class Traffic(msgspec.Struct, frozen=True, kw_only=True):
     shed_frac: float = 0.0
     tokens_mean: float | None = None
     tokens_effective: float | None = None
+    arrived: int | None = None
 
 
 class DecisionLog:
@@ -107,6 +109,7 @@ class DecisionLog:
         self._ttft: deque[tuple[float, float]] = deque(maxlen=MAX_SAMPLES)
         self._ttft_fresh = False
         self._sizes: deque[tuple[float, int]] = deque(maxlen=MAX_SIZES)  # prompt tokens to be computed
+        self._arrived = 0
         self._arrivals: deque[tuple[float, int, int]] = deque()  # per batch: at, arrived, of them shed
         self._heard_since_s: float | None = None
 
@@ -148,6 +151,7 @@ class DecisionLog:
                 shed += self.flight.ended(event, at_s)
         if arrived or shed:
             self._arrivals.append((at_s, arrived, shed))
+            self._arrived += arrived
         if not batch.events:
             # Nothing left to report and none of a leg running: the end of those we still hold was lost.
             for role in Role:
@@ -196,6 +200,7 @@ class DecisionLog:
             in_flight=self._in_flight(),
             arrival_rate=arrived / span_s if span_s > 0 else None,
             shed_frac=min(shed / arrived, 1.0) if arrived else 0.0,
+            arrived=self._arrived,
             tokens_mean=tokens / len(self._sizes) if tokens else None,
             tokens_effective=sum(size**2 for _, size in self._sizes) / tokens if tokens else None,
         )

@@ -23,6 +23,7 @@ from dynamo_poa.values import Estimate, Role, Shares
 MIN_SNAPSHOTS = 8  # theory.md, with at least MIN_REQUESTS in each
 MIN_REQUESTS = 2  # one alone plays no game
 RESAMPLES = 400
+MOST_ROWS = 1_000_000  # of resamples at once: those of a day's recording would take a gigabyte
 CONFIDENCE = 0.95
 SEED = 17  # any: it makes the interval the same on every run
 
@@ -124,7 +125,7 @@ def shares(prices: Iterable[SnapshotPrice]) -> Shares | None:
     return Shares(miss=miss_s / total_s, congestion=congestion_s / total_s, capacity=capacity_s / total_s)
 
 
-def interval(observed_s: Floats, optimal_s: Floats) -> tuple[float, float]:
+def interval(observed_s: Floats, optimal_s: Floats, *, most_rows: int = MOST_ROWS) -> tuple[float, float]:
     """Return the 95 % interval of sum(observed) / sum(optimal) by a moving-block bootstrap.
 
         blocks of ceil(n^(2/3)) snapshots in a row, around the end to the start, drawn with replacement
@@ -133,7 +134,7 @@ def interval(observed_s: Floats, optimal_s: Floats) -> tuple[float, float]:
     A request is in several snapshots in a row, which are therefore alike; one by one they would make the
     interval too narrow, and so do few blocks, for which Student's t makes up.
 
-    Args:    `(n,)` each, oldest first, n >= 1, 0 < optimal <= observed.
+    Args:    `(n,)` each, oldest first, n >= 1, 0 < optimal <= observed.  most_rows: held at once.
     Source:  theory.md, Uncertainty; Politis and Romano 1992. Measured (tests/test_estimator.py): of windows
              of 60 whose neighbours correlate at 0.7 it covers nine in ten, at 0.9 three in four.
     """
@@ -141,8 +142,12 @@ def interval(observed_s: Floats, optimal_s: Floats) -> tuple[float, float]:
     length = math.ceil(n ** (2 / 3))
     blocks = -(-n // length)
     starts = np.random.default_rng(SEED).integers(0, n, size=(RESAMPLES, blocks))
-    rows = ((starts[:, :, None] + np.arange(length)) % n).reshape(RESAMPLES, -1)[:, :n]
-    ratios = observed_s[rows].sum(axis=1) / optimal_s[rows].sum(axis=1)
+    at_once = max(most_rows // n, 1)
+    ratios = np.empty(RESAMPLES)
+    for first in range(0, RESAMPLES, at_once):
+        which = slice(first, first + at_once)
+        rows = ((starts[which, :, None] + np.arange(length)) % n).reshape(-1, blocks * length)[:, :n]
+        ratios[which] = observed_s[rows].sum(axis=1) / optimal_s[rows].sum(axis=1)
     ratio = observed_s.sum() / optimal_s.sum()
     tail = (1 - CONFIDENCE) / 2
     widening = stdtrit(max(blocks - 1, 1), 1 - tail) / ndtri(1 - tail)

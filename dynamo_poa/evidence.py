@@ -22,11 +22,12 @@ KNOWN_FRAC = 0.5  # fewer ranks that say what they have queued do not speak for 
 
 
 class Demand(msgspec.Struct, frozen=True, kw_only=True):
-    """What callers ask for; None is unknown. Tokens are those to be computed: see decisions.Traffic."""
+    """What callers ask for, as decisions.Traffic has it; None is unknown. Tokens are those to be computed."""
 
     arrival_rate: float | None = None
     tokens_mean: float | None = None
     tokens_effective: float | None = None
+    arrived: int | None = None
 
 
 class Service(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,7 +62,9 @@ class PoolReading(msgspec.Struct, frozen=True, kw_only=True):
     queue_s:      work queued, mean over ranks; a rank's counts up to twice the median rank's and one request
     unit_s:       unit of that queue, None without a curve or any size of requests
     service_s:    effective service time: the unit for a single rank
-    demand:       arriving work over capacity; None where prefill is not all the work
+    request_s:    mean service time over the number of ranks: what one arrival adds to the mean queue; None
+                  where prefill is not all the work
+    rate, arrived:  arrivals per second, and in all; None likewise
     queued, queued_median:   requests queued, in all and at the (lower) median rank
     iteration_s:  of decode-only passes, (lower) median over ranks
     known:        every rank says what it has queued, in seconds where it prefills
@@ -74,7 +77,10 @@ class PoolReading(msgspec.Struct, frozen=True, kw_only=True):
     queue_s: float | None = None
     unit_s: float | None = None
     service_s: float | None = None
-    demand: float | None = None
+    request_s: float | None = None
+    rate: float | None = None
+    arrived: int | None = None
+    busy_frac: float | None = None
     queued: int | None = None
     queued_median: int | None = None
     kv_frac: float | None = None
@@ -152,6 +158,7 @@ def _read_pool(
     busy = [worker.busy_frac for worker in workers if worker.busy_frac is not None]
     running = [count for worker in workers if (count := _running(worker)) is not None]
     known = len(queued) == len(ranks) and (role is Role.DECODE or len(queues_s) == len(ranks))
+    counts = role is Role.PREFILL and demand.tokens_mean is not None
     at_rest = role is Role.DECODE or (len(busy) == len(ranks) and _mean(busy) < IDLE_BUSY_FRAC)
     return PoolReading(
         role=role,
@@ -159,7 +166,10 @@ def _read_pool(
         queue_s=_pooled(queues_s, of_request) if enough and queues_s else None,
         unit_s=None if of_request is None else of_request.effective_s / len(ranks),
         service_s=None if of_request is None else of_request.effective_s,
-        demand=_demand(role, of_request, demand, len(ranks)),
+        request_s=of_request.mean_s / len(ranks) if of_request is not None and counts else None,
+        rate=demand.arrival_rate if counts else None,
+        arrived=demand.arrived if counts else None,
+        busy_frac=_mean(busy) if len(busy) == len(ranks) else None,
         queued=sum(queued) if enough else None,
         queued_median=queued[(len(queued) - 1) // 2] if enough and queued else None,
         kv_frac=_share((w.kv_used_blocks, w.card.total_kv_blocks) for w in workers),
@@ -194,14 +204,6 @@ def _pooled(queues_s: list[float], of_request: Service | None) -> float:
     median_s = queues_s[(len(queues_s) - 1) // 2]
     most_s = 2 * median_s + (0.0 if of_request is None else of_request.effective_s)
     return _mean([min(one_s, most_s) for one_s in queues_s])
-
-
-def _demand(role: Role, of_request: Service | None, demand: Demand, ranks: int) -> float | None:
-    if role is not Role.PREFILL or of_request is None:
-        return None
-    if demand.arrival_rate is None or demand.tokens_mean is None:
-        return None
-    return demand.arrival_rate * of_request.mean_s / ranks
 
 
 def _share(pairs: Iterable[tuple[int | None, int | None]]) -> float | None:

@@ -23,6 +23,7 @@ from dynamo_poa.wire import (
     ForwardPass,
     KvCleared,
     KvEvent,
+    KvMetrics,
     decode_dynamo,
     parse_subject,
 )
@@ -30,6 +31,7 @@ from dynamo_poa.wire import (
 PENDING_S = 10.0  # a worker's first messages overtake its card by as much as discovery is slow
 MAX_PENDING_BYTES = 8 * 2**20  # over all workers without a card
 PENDING_OVERHEAD_BYTES = 512  # what holding one message costs beside its bytes
+MAX_KV_USED_FRAC = 1.1  # of a card's blocks: engines count one or two beyond them
 MAX_PUBLISHERS = 8192  # three topics for each worker and router; beyond this somebody makes up ids
 
 
@@ -216,6 +218,11 @@ class Fleet:
                 self._apply_event(message.publisher_id, event, at_s)
         elif (rank := worker.ranks.get(body.dp_rank)) is None:
             self.dropped["unknown_rank"] += 1
+        elif isinstance(body, KvMetrics) and _overcommitted(body, worker.card):
+            self.dropped["impossible_value"] += 1
+            total = worker.card.total_kv_blocks
+            detail = f"kv_used_blocks = {body.kv_used_blocks}: worker {worker_id} has {total}"
+            self._notice_first("impossible_value", message.topic, detail)
         else:
             if isinstance(body, ForwardPass):
                 taken = rank.take_pass(message.publisher_id, body, at_s)
@@ -334,6 +341,12 @@ def pool_load(role: Role, states: list[WorkerState]) -> PoolLoad:
         active_prefill_tokens=_sum_known(state.active_prefill_tokens for state in states),
         busy_frac=sum(busy) / len(busy) if busy else None,
     )
+
+
+def _overcommitted(said: KvMetrics, card: WorkerCard) -> bool:
+    """Tell whether a worker says it uses more blocks than it can have; a few more are rounding."""
+    used, total = said.kv_used_blocks, card.total_kv_blocks
+    return used is not None and total is not None and used > MAX_KV_USED_FRAC * total
 
 
 def _sum_known(values: Iterable[int | None]) -> int | None:

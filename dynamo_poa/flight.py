@@ -177,7 +177,11 @@ class Flight:
             if event.role in self._answering:
                 # Measured: a prefill leg may outlive its request; the caller does not wait for it.
                 self._lingering[event.request_id] = at_s
-        elif event.role in self._answering or request.answered or event.outcome is not Outcome.OK:
+        elif (
+            event.role in self._answering
+            or request.answered
+            or event.outcome not in (Outcome.OK, Outcome.SHED)
+        ):
             self._forget(event.request_id)
         else:
             self._lingering[event.request_id] = at_s
@@ -221,4 +225,4 @@ def _decoding_since_s(request: Request, leg: _Leg, role: Role) -> float | None:
         return leg.first_token_at_s
     if not request.has_prefill:
         return leg.at_s
-    return request.prefilled_at_s and max(request.prefilled_at_s, leg.at_s)
+    return None if request.prefilled_at_s is None else max(request.prefilled_at_s, leg.at_s)

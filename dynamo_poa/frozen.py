@@ -134,9 +134,8 @@ def price_window(window: Sequence[PricedDecision]) -> LegPrice:
     if len(window) < MIN_DECISIONS:
         return LegPrice(None, f"{len(window)} decisions with candidates, {MIN_DECISIONS} needed", 0)
     columns: dict[WorkerKey, int] = {}
-    places: dict[
-        int, NDArray[np.intp]
-    ] = {}  # by identity: the tuples are shared, and hashing them is not free
+    # By identity: the tuples are shared, and hashing them is not free.
+    places: dict[int, NDArray[np.intp]] = {}
     for decision in window:
         if id(decision.workers) not in places:
             place = [columns.setdefault(worker, len(columns)) for worker in decision.workers]

@@ -90,9 +90,8 @@ class RankLoad:
         self._last_pass: ForwardPass | None = None
         self._last_pass_at_s = at_s
         self._first_pass_at_s = at_s
-        self._passes: deque[tuple[float, float, bool]] = deque(
-            maxlen=MAX_PASSES
-        )  # at, wall time, decode only
+        # Receipt, wall time, whether it only decoded.
+        self._passes: deque[tuple[float, float, bool]] = deque(maxlen=MAX_PASSES)
         self._pass_numbering = Numbering()
         self._pass_publisher_id: int | None = None
         self._prefill_tokens_total = 0

@@ -140,6 +140,7 @@ class ControlLoop:
         self._tick_s = 0.0
         self._failed_ticks = 0
         self._last_failure = ""
+        self._failure_beside = ""
         self._apply_failure = ""
         self._scrape: asyncio.Task[None] | None = None
         self._scrape_failure = ""
@@ -181,7 +182,8 @@ class ControlLoop:
         started_s = self._clock.monotonic_s()
         await self._poll_store(started_s)
         self._start_scrape(started_s)
-        seen = self._observe(started_s)
+        # By now: what came while the store answered must not lie ahead of the instant it is judged at.
+        seen = self._observe(self._clock.monotonic_s())
         self._foreign = None  # first: a record that the step trips over must not trip every tick after it
         self._state, effects = step(self._state, seen, self._settings)
         effects = await self._apply(effects)
@@ -260,9 +262,11 @@ class ControlLoop:
             )
 
     def _say_failed(self, error: BaseException) -> None:
-        """Count what failed beside a tick as a failed tick."""
+        """Count what failed beside a tick as a failed tick; one that repeats is said once."""
         self._failed_ticks += 1
-        log.error(telemetry.TICK_FAILED, failed_ticks=self._failed_ticks, exc_info=error)
+        failure, self._failure_beside = self._failure_beside, repr(error)
+        if self._failure_beside != failure:
+            log.error(telemetry.TICK_FAILED, failed_ticks=self._failed_ticks, exc_info=error)
 
     def _is_overdue(self, at_s: float) -> bool:
         """Tell whether a frontend should have answered by now: it starts after the controller."""
@@ -327,6 +331,7 @@ class ControlLoop:
             "decisions_dropped_by_router": decisions.dropped,
             "decisions_unpriced": decisions.unpriced,
             "snapshots_unpriced": self._pricer.skipped,
+            "passes_unmeasured": self._pricer.unmeasured,
             "requests_forgotten": decisions.forgotten,
             "slow_consumer": sum(connection.dropped for connection in self._connections),
             "handler_failed": sum(connection.handler_errors for connection in self._connections),

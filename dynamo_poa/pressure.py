@@ -15,7 +15,7 @@ from dynamo_poa.baseline import Baseline, learned
 from dynamo_poa.config import RegimeConfig
 from dynamo_poa.evidence import PoolReading
 from dynamo_poa.hot import HotChange, HotState, cleared, next_hot
-from dynamo_poa.resources import Evidence, Recent, pool_evidence, show, units
+from dynamo_poa.resources import Evidence, Recent, arrivals, pool_evidence, show, units
 from dynamo_poa.values import REGIMES, HotWorker, PoolRegime, Regime, Role, WorkerKey
 
 
@@ -96,7 +96,8 @@ def unseen(state: PressureState) -> PressureState:
         role: msgspec.structs.replace(pool, over_since_s={}, rest_since_s=None)
         for role, pool in state.pools.items()
     }
-    return msgspec.structs.replace(state, pools=pools, changes=())
+    hot = {key: rank for key, rank in state.hot.items() if rank.latched}
+    return msgspec.structs.replace(state, pools=pools, hot=hot, changes=())
 
 
 def _learn_iteration(
@@ -127,6 +128,7 @@ def _averaged(pool: PoolState, reading: PoolReading, at_s: float, limits: Regime
         queue_units=recent.queue_units + weight * (queue_units - recent.queue_units),
         queued=recent.queued + weight * (queued - recent.queued),
     )
+    recent = arrivals(recent, reading, elapsed_s, learns=pool.level == 0)
     return msgspec.structs.replace(pool, recent=recent, averaged_at_s=at_s)
 
 
@@ -181,7 +183,8 @@ def _release(
         return msgspec.structs.replace(pool, rest_since_s=None, reason=f"{pool.resource} not yet released")
     since_s = at_s if pool.rest_since_s is None else pool.rest_since_s
     at_once = driving is None or (pool.level == 2 and driving.drained)
-    if not at_once and at_s - since_s < limits.pool_release_s:
+    lull = any(evidence.lull for evidence in found)
+    if not at_once and (lull or at_s - since_s < limits.pool_release_s):
         return msgspec.structs.replace(pool, rest_since_s=since_s, reason=f"{pool.resource} being released")
     why = (
         "expired: no longer known" if driving is None else f"released at {show(pool.resource, driving.value)}"

@@ -12,15 +12,14 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dynamo_poa.decisions import DecisionLog
 from dynamo_poa.estimator import MarginalEstimator
 from dynamo_poa.flight import InFlight
-from dynamo_poa.frozen import PricedDecision, frozen_estimate
+from dynamo_poa.frozen import METHOD, frozen_estimate
 from dynamo_poa.latency import LatencyBook
 from dynamo_poa.load import WorkerState
 from dynamo_poa.snapshot import Snapshot, foreign_tokens, price, take_snapshot
 from dynamo_poa.values import Estimate, Role, WorkerKey, WorkerLatency
 
-Windows = Mapping[Role, Sequence[PricedDecision]]
-Estimates = tuple[Estimate, Estimate]
-Run = Callable[[Callable[[], Estimates]], Awaitable[Estimates]]
+Found = tuple[Mapping[WorkerKey, WorkerLatency], Estimate, Estimate]
+Run = Callable[[Callable[[], Found]], Awaitable[Found]]
 
 
 def snapshots_at(
@@ -29,8 +28,14 @@ def snapshots_at(
     latencies: Mapping[WorkerKey, WorkerLatency],
     running: Mapping[Role, Sequence[InFlight]],
 ) -> list[Snapshot]:
-    """Return one snapshot of each leg, all of one instant."""
+    """Return one snapshot of each leg, all of one instant.
+
+    Where all of a role have ceased to report passes, its models fade into one curve for all, by which any
+    placement would be the best: PoA-hat then is not 1 but unknown.
+    """
     known = list(workers)
+    reporting = {worker.card.role for worker in known if worker.running_prefill_requests is not None}
+    latencies = {key: latency for key, latency in latencies.items() if latency.role in reporting}
     cards = {worker.key.worker_id: worker.card for worker in known}
     return [
         take_snapshot(role, at_s, requests, latencies, cards, foreign_tokens(known, requests))
@@ -50,7 +55,7 @@ class Pricer:
         """Price in a worker thread, or as `run` does it."""
         self.latencies: Mapping[WorkerKey, WorkerLatency] = {}
         self.marginal = Estimate(reason="no decisions")
-        self.frozen = Estimate(reason="no decisions", method="frozen")
+        self.frozen = Estimate(reason="no decisions", method=METHOD)
         self.skipped = 0
         self._estimator = MarginalEstimator(window_s)
         self._book = book
@@ -58,21 +63,34 @@ class Pricer:
         self._job: asyncio.Task[None] | None = None
 
     def look(self, at_s: float, workers: Sequence[WorkerState], decisions: DecisionLog) -> None:
-        """Fit the latency models, take the snapshots of now and begin to price them."""
-        self.latencies = self._book.fit(at_s, [(worker.key, worker.card.role) for worker in workers])
+        """Note what is in flight now, and begin to fit the latency models and to price it."""
         if self._job is not None and not self._job.done():
             self.skipped += 1
             return
-        snapshots = snapshots_at(at_s, workers, self.latencies, decisions.running())
-        windows = decisions.windows()
-        self._job = asyncio.create_task(self._price(at_s, snapshots, windows), name="pricing")
+        running, windows = decisions.running(), decisions.windows()
+
+        def job() -> Found:
+            latencies = self._book.fit(at_s, [(worker.key, worker.card.role) for worker in workers])
+            self._estimator.add(map(price, snapshots_at(at_s, workers, latencies, running)))
+            return latencies, self._estimator.estimate(at_s), frozen_estimate(windows)
+
+        self._job = asyncio.create_task(self._take(job), name="pricing")
 
     def take_failure(self) -> BaseException | None:
-        """Return what a job that has ended tripped over, once."""
+        """Return what a job that has ended tripped over, once; there is no estimate until one succeeds."""
         if self._job is None or not self._job.done():
             return None
         job, self._job = self._job, None
-        return None if job.cancelled() else job.exception()
+        error = None if job.cancelled() else job.exception()
+        if error is not None:
+            self.marginal = Estimate(reason=f"pricing failed: {error!r}")
+            self.frozen = Estimate(reason=self.marginal.reason, method=METHOD)
+        return error
+
+    @property
+    def unmeasured(self) -> int:
+        """Return how many passes had work and no duration."""
+        return self._book.unmeasured
 
     async def settled(self) -> None:
         """Wait until nothing is being priced; for tests and measurements, no tick does."""
@@ -85,9 +103,5 @@ class Pricer:
             self._job.cancel()
             await asyncio.gather(self._job, return_exceptions=True)
 
-    async def _price(self, at_s: float, snapshots: Sequence[Snapshot], windows: Windows) -> None:
-        def job() -> Estimates:
-            self._estimator.add(map(price, snapshots))
-            return self._estimator.estimate(at_s), frozen_estimate(windows)
-
-        self.marginal, self.frozen = await self._run(job)
+    async def _take(self, job: Callable[[], Found]) -> None:
+        self.latencies, self.marginal, self.frozen = await self._run(job)

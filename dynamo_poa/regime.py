@@ -2,8 +2,8 @@
 
 Owns: the moving average of TTFT P99 against its baseline, thresholds with hysteresis, confirmation, dwell;
       how TTFT and the pools' own evidence are weighed; what is asked for before a regime is left downwards.
-Does not own: how TTFT is measured (ttft.py), the pools' evidence (pressure.py) or what follows from a regime
-              (policies/).
+Does not own: how TTFT is measured (ttft.py), the pools' evidence (pressure.py), the load a regime was needed
+              at (need.py), what follows from a regime (policies/).
 Invariant: pure; one step at a time, never two within the dwell but for the one named below; without data the
            regime stays, without traffic it returns to `below`.
 Source: arXiv 2606.17081, section 5 (EWMA of TTFT P99 against two thresholds); the rest from cases D1, S4, S8,
@@ -26,122 +26,29 @@ step. By the pools' evidence: upwards as soon as chance is ruled out, downwards 
 """
 
 import math
-from collections.abc import Mapping
 
 import msgspec
 
 from dynamo_poa.baseline import READINGS, Baseline, learned
 from dynamo_poa.config import RegimeConfig
-from dynamo_poa.demand import Load, compare, fell, rose
+from dynamo_poa.demand import compare, fell
+from dynamo_poa.need import note_need, note_pressed, stepping_down, stepping_up
 from dynamo_poa.pressure import strongest
-from dynamo_poa.values import REGIMES, Applied, PoolRegime, Regime, Role
+from dynamo_poa.regime_state import (
+    REFUSALS,
+    SHED_LIMIT,
+    TTFT,
+    UPSTREAM,
+    RegimeSignal,
+    RegimeState,
+    Verdict,
+    driver_of,
+    thresholds_s,
+)
+from dynamo_poa.values import REGIMES, Applied, PoolRegime, Regime
 
 BASELINE_READINGS = READINGS
-TTFT = "ttft"
-REFUSALS = "refusals"
-UPSTREAM = "upstream"
-SHED_LIMIT = 0.01  # S8: with more than 1 % refused, TTFT of the survivors proves nothing
-RELAPSE_DWELLS = 10  # needed again this soon after it was let go, without more load: let go too early
-
-
-class RegimeSignal(msgspec.Struct, frozen=True, kw_only=True):
-    """What a tick knows.
-
-    fresh:         the TTFT window has changed since the tick before
-    pools:         what the workers' own figures say of each pool; empty while nothing is known of any
-    corroborated:  soft evidence for a rise of TTFT, in words
-    """
-
-    at_s: float
-    p99_s: float | None = None
-    samples: int = 0
-    fresh: bool = False
-    load: Load = Load()
-    shed_frac: float = 0.0
-    workers: int | None = None
-    pools: Mapping[Role, PoolRegime] = {}
-    corroborated: str = ""
-
-    @property
-    def pressed(self) -> int:
-        """Return the level of the pool that is in the highest regime."""
-        pool = strongest(self.pools.values())
-        return 0 if pool is None else pool.regime.level
-
-    @property
-    def known(self) -> bool:
-        """Tell whether every rank of every pool says what it has queued."""
-        return bool(self.pools) and all(pool.known for pool in self.pools.values())
-
-    @property
-    def idle(self) -> bool:
-        """Tell whether every pool is known to have no queue and workers to spare."""
-        return bool(self.pools) and all(pool.idle for pool in self.pools.values())
-
-
-class RegimeState(msgspec.Struct, frozen=True, kw_only=True):
-    """What is carried from tick to tick. All instants are monotonic.
-
-    average_s:     geometric moving average of TTFT P99
-    over_since_s:  since when the raw value has been over the next threshold
-    less_since_s:  since when the load has been evidently less than it was needed at
-    needed:        for transition and saturated, the load at which it was needed
-    needed_at_s:   when the average was last over the threshold that leads to the regime
-    let_go:        the load when a regime was last left downwards, and which and when
-    probe_s:       doubled by relapses; None is the configured one
-    rose:          the last change was upwards
-    driver:        what the regime was last needed for: `<role>.<resource>`, `ttft` or `refusals`
-    readings_s:    P99 readings until there are enough for a first baseline
-    """
-
-    regime: Regime = Regime.BELOW
-    changed_at_s: float | None = None
-    changes: int = 0
-    baseline_s: float | None = None
-    readings_s: tuple[float, ...] = ()
-    average_s: float | None = None
-    averaged_at_s: float = 0.0
-    over_since_s: float | None = None
-    less_since_s: float | None = None
-    watched_since_s: float | None = None
-    busy_at_s: float | None = None
-    needed: tuple[Load | None, Load | None] = (None, None)
-    needed_at_s: float = 0.0
-    let_go: Load | None = None
-    let_go_from: Regime | None = None
-    let_go_at_s: float = 0.0
-    probe_s: float | None = None
-    rose: bool = False
-    driver: str = ""
-
-
-class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """Why the regime is what it is. `hold` is UNCHANGED, HELD_DWELL or HELD_NOT_READY.
-
-    value_s, threshold_s:  TTFT's that were compared, None when none were
-    dwell_left_s:          until the next change is allowed
-    driver:                what drives it: `<role>.<resource>`, `ttft`, `refusals`, or nothing
-    value, threshold:      the driver's, in its unit
-    bottleneck:            `upstream` when TTFT is bad and the workers are idle
-    """
-
-    hold: Applied = Applied.UNCHANGED
-    reason: str
-    value_s: float | None = None
-    threshold_s: float | None = None
-    dwell_left_s: float = 0.0
-    driver: str = ""
-    value: float | None = None
-    threshold: float | None = None
-    bottleneck: str = ""
-
-
-def thresholds_s(baseline_s: float | None, limits: RegimeConfig) -> tuple[float, float] | None:
-    """Return θ1 and θ2 in seconds, None while they count a baseline that is not known."""
-    if limits.unit == "seconds":
-        return limits.theta1, limits.theta2
-    baseline_s = limits.baseline_s or baseline_s
-    return None if baseline_s is None else (limits.theta1 * baseline_s, limits.theta2 * baseline_s)
+DOUBT = 3.0  # times confirm_s
 
 
 def next_regime(
@@ -168,7 +75,7 @@ def next_regime(
     state, rise = _rise(state, signal, limits, dwell_left_s, ready=ready)
     pool, level = strongest(signal.pools.values()), state.regime.level
     if pool is not None and pool.regime.level >= level:
-        state = _note_pressed(state, signal, pool)
+        state = note_pressed(state, signal, pool)
     if pool is not None and pool.regime.level > level:
         # The dwell is against limit cycles, which need a step down: a second step up need not wait for it.
         at_once = pool.regime is Regime.SATURATED and level == 1 and state.rose
@@ -177,12 +84,12 @@ def next_regime(
         return _move(state, signal, limits, msgspec.structs.replace(rise, hold=Applied.UNCHANGED), up=True)
     if pool is not None and pool.regime.level == level:
         return state, _of_pool(pool, dwell_left_s)
-    if rise is not None:
-        return state, rise
     if _is_released(state, signal):
         loads = "all workers idle" if signal.idle else compare(state.needed[level - 1], signal.load)
         reason = f"{state.driver} is released: {loads}"
         return _move(state, signal, limits, Verdict(reason=reason, dwell_left_s=dwell_left_s), up=False)
+    if rise is not None:
+        return state, rise
     theta_s = thresholds_s(state.baseline_s, limits)
     if not ready or theta_s is None:
         shedding = signal.shed_frac > SHED_LIMIT
@@ -239,7 +146,9 @@ def _rise(
             reason=f"{verdict.reason}, but {contradicted}",
             bottleneck=UPSTREAM if signal.idle else "",
         )
-    if over_since_s is None or signal.at_s - over_since_s < limits.confirm_s:
+    # Workers that are all known and not pressed do not deny a bad TTFT, but make chance the likelier reason.
+    confirm_s = limits.confirm_s * (DOUBT if signal.known and not refusing else 1.0)
+    if over_since_s is None or signal.at_s - over_since_s < confirm_s:
         return state, None
     if not average_over or contradicted:
         return state, msgspec.structs.replace(
@@ -254,25 +163,10 @@ def _of_pool(pool: PoolRegime, dwell_left_s: float) -> Verdict:
     return Verdict(
         reason=f"{pool.role}: {pool.reason}",
         dwell_left_s=dwell_left_s,
-        driver=_driver(pool),
+        driver=driver_of(pool),
         value=pool.value,
         threshold=pool.threshold,
     )
-
-
-def _driver(pool: PoolRegime) -> str:
-    return f"{pool.role}.{pool.resource}"
-
-
-def _note_pressed(state: RegimeState, signal: RegimeSignal, pool: PoolRegime) -> RegimeState:
-    """Return the state with its driver, and the load at which its regime and those under it are needed."""
-    state = msgspec.structs.replace(state, needed_at_s=signal.at_s, driver=_driver(pool))
-    for level in range(1, state.regime.level + 1):
-        needed = state.needed[level - 1]
-        grew = needed is None or (signal.load.in_flight or 0) > (needed.in_flight or 0)
-        if grew and state.probe_s is None:
-            state = _with_needed(state, level, signal.load)
-    return state
 
 
 def _is_released(state: RegimeState, signal: RegimeSignal) -> bool:
@@ -311,36 +205,16 @@ def _observe(state: RegimeState, signal: RegimeSignal, limits: RegimeConfig) -> 
         average_s = math.exp(log_average)
         if state.regime is Regime.BELOW and not signal.pressed:
             elapsed_s = at_s - state.averaged_at_s if state.average_s is not None else 0.0
-            before = Baseline(value_s=state.baseline_s, readings_s=state.readings_s)
+            before = Baseline(value_s=state.baseline_s, steady_s=state.steady_s, readings_s=state.readings_s)
             baseline = learned(before, signal.p99_s, average_s, elapsed_s, calm=signal.idle)
             state = msgspec.structs.replace(
-                state, baseline_s=baseline.value_s, readings_s=baseline.readings_s
+                state,
+                baseline_s=baseline.value_s,
+                steady_s=baseline.steady_s,
+                readings_s=baseline.readings_s,
             )
         state = msgspec.structs.replace(state, average_s=average_s, averaged_at_s=at_s)
-    return _note_need(state, signal, limits), True
-
-
-def _note_need(state: RegimeState, signal: RegimeSignal, limits: RegimeConfig) -> RegimeState:
-    """Return the state with the load at which, and the instant when, its regime was still needed.
-
-    A ramp that goes on after the step up raises it; after a relapse nothing does, because the load in flight
-    is then swollen by the step down that failed. A regime taken over is held against the load found.
-    """
-    level, theta_s, load = state.regime.level, thresholds_s(state.baseline_s, limits), signal.load
-    if level == 0:
-        return state
-    if theta_s is not None and state.average_s is not None and state.average_s >= theta_s[level - 1]:
-        state = msgspec.structs.replace(state, needed_at_s=signal.at_s)
-    if load.in_flight is None:
-        return state
-    needed = state.needed[level - 1]
-    grew = needed is not None and load.in_flight > (needed.in_flight or 0)
-    if needed is None:
-        found = tuple(load if at <= level and was is None else was for at, was in enumerate(state.needed, 1))
-        return msgspec.structs.replace(state, needed=found)
-    if grew and state.needed_at_s == signal.at_s and state.probe_s is None:
-        return _with_needed(state, level, load)
-    return state
+    return note_need(state, signal, limits), True
 
 
 def unseen(state: RegimeState, at_s: float) -> RegimeState:
@@ -436,7 +310,7 @@ def _move(
     """Take one step, unless the dwell holds it back."""
     if verdict.dwell_left_s > 0:
         return state, msgspec.structs.replace(verdict, hold=Applied.HELD_DWELL)
-    state = _stepping_up(state, signal, limits) if up else _stepping_down(state, signal)
+    state = stepping_up(state, signal, limits) if up else stepping_down(state, signal)
     regime = REGIMES[state.regime.level + (1 if up else -1)]
     driver = verdict.driver if up else state.driver
     state = msgspec.structs.replace(
@@ -453,48 +327,10 @@ def _move(
     return state, msgspec.structs.replace(verdict, dwell_left_s=limits.dwell_s)
 
 
-def _stepping_up(state: RegimeState, signal: RegimeSignal, limits: RegimeConfig) -> RegimeState:
-    """Note the load at which the higher regime is needed.
-
-    After a relapse that is the load at which it was wrongly let go: only less is evidence next time.
-    """
-    target, load, let_go = REGIMES[state.regime.level + 1], signal.load, state.let_go
-    soon = signal.at_s - state.let_go_at_s <= RELAPSE_DWELLS * max(limits.dwell_s, limits.confirm_s)
-    if (
-        let_go is None
-        or target is not state.let_go_from
-        or not soon
-        or rose(let_go, load, limits.release_frac)
-    ):
-        return msgspec.structs.replace(_with_needed(state, target.level, load), probe_s=None)
-    known = [count for count in (load.in_flight, let_go.in_flight) if count is not None]
-    least = Load(min(known, default=None), let_go.arrival_rate)
-    probe_s = min(2 * (state.probe_s or limits.probe_s), 86_400.0)
-    return msgspec.structs.replace(_with_needed(state, target.level, least), probe_s=probe_s)
-
-
-def _stepping_down(state: RegimeState, signal: RegimeSignal) -> RegimeState:
-    return msgspec.structs.replace(
-        state, let_go=signal.load, let_go_from=state.regime, let_go_at_s=signal.at_s
-    )
-
-
-def _with_needed(state: RegimeState, level: int, load: Load) -> RegimeState:
-    needed = (load, state.needed[1]) if level == 1 else (state.needed[0], load)
-    return msgspec.structs.replace(state, needed=needed)
-
-
 def _dwell_left_s(state: RegimeState, signal: RegimeSignal, limits: RegimeConfig) -> float:
     if state.changed_at_s is None:
         return 0.0
     return max(state.changed_at_s + limits.dwell_s - signal.at_s, 0.0)
-
-
-def _since(since_s: float | None, holds: bool, at_s: float) -> float | None:
-    """Return since when something has held, None when it does not."""
-    if not holds:
-        return None
-    return at_s if since_s is None else since_s
 
 
 def _less_for_s(state: RegimeState, signal: RegimeSignal) -> float:
@@ -503,6 +339,13 @@ def _less_for_s(state: RegimeState, signal: RegimeSignal) -> float:
 
 def _refusing(signal: RegimeSignal) -> str:
     return f"{signal.shed_frac:.1%} of requests refused, more than {SHED_LIMIT:.0%}"
+
+
+def _since(since_s: float | None, holds: bool, at_s: float) -> float | None:
+    """Return since when something has held, None when it does not."""
+    if not holds:
+        return None
+    return at_s if since_s is None else since_s
 
 
 def _show(value_s: float | None) -> str:

@@ -12,7 +12,7 @@ import msgspec
 from dynamo_poa import telemetry
 from dynamo_poa.hot import HotChange
 from dynamo_poa.policies import Pair
-from dynamo_poa.regime import SHED_LIMIT, Verdict, thresholds_s
+from dynamo_poa.regime_state import SHED_LIMIT, Verdict, thresholds_s
 from dynamo_poa.telemetry import TelemetryRecord
 from dynamo_poa.tick import Choice, ControllerState, Event, Observation, Settings, Watched
 from dynamo_poa.values import Applied, Regime, RouterParams

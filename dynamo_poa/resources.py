@@ -6,8 +6,9 @@ Invariant: pure; a resource that is not known says nothing.
 Source: paper section 5.2: pools saturate on different resources.
 
 Why a queue's thresholds count units of service time: see evidence.Service. By chance alone eight ranks at
-80 % of their capacity queue up to 17 units within half an hour; at 120 % they gain 10 to 15 a second. Demand
-over capacity makes proof of less: both at once are as unlikely by chance. Measured: bench `detection`.
+80 % of their capacity queue up to 17 units within half an hour; at 120 % they gain 10 to 15 a second.
+Counting arrivals is faster, for it has only their number's noise and not their sizes': see `arrivals`.
+Measured: bench `detection`.
 """
 
 from typing import NamedTuple
@@ -17,12 +18,14 @@ from dynamo_poa.evidence import PoolReading, RankReading
 
 QUEUE, KV_BLOCKS, SLOTS, ITERATION = "queue", "kv_blocks", "slots", "iteration"
 
-DEMAND_OVER = 1.05  # arriving work over capacity that corroborates a queue ...
-EARLY_FRAC = 0.3  # ... of this share of its threshold, without confirmation: each confirms the other
-DEMAND_UNDER = 0.85  # demand that ends `saturated` once half of the queue's peak is gone
-QUEUE_EXIT_FRAC = (
-    0.25  # a queue is over under this share of its threshold; a stable one empties again and again
-)
+EARLY_FRAC = 0.1  # of its threshold a queue needs, and no confirmation, when arrivals alone ...
+EXCESS_REQUESTS = 31.0  # ... outran capacity by so many requests a rank's pool could not take
+DRAINED_DEMAND = 0.75  # arriving work over capacity that ends `saturated` once half of the peak is gone
+REST_DEMAND = 0.8  # the most, on average, at which an empty queue is more than a lull
+DEMAND_HALF_LIFE_S = 5.0  # of that average; at 95 % of capacity its deviation is 2.5 %
+BUSY_FRAC = 0.95  # busier than that, time no longer tells how much was asked for
+WORK_HALF_LIFE_S = 120.0  # of what requests really take
+QUEUE_EXIT_FRAC = 0.18  # of its threshold; a stable queue empties again and again
 EXIT_FRAC = 0.9  # shares and iteration times move slowly: a little under the threshold is enough
 
 
@@ -33,6 +36,7 @@ class Evidence(NamedTuple):
     rests:       whether it lets go of level 1, and of level 2
     drained:     it lets go of level 2 without waiting for release_s
     confirm_s:   how long it has to call before it is heard
+    lull:        it rests, but so much is asked for that it may not for long
     """
 
     resource: str
@@ -42,6 +46,7 @@ class Evidence(NamedTuple):
     rests: tuple[bool, bool]
     drained: bool = False
     confirm_s: float = 0.0
+    lull: bool = False
 
 
 class Recent(NamedTuple):
@@ -49,16 +54,62 @@ class Recent(NamedTuple):
 
     queue_units, queued:  moving averages of the queue, in units and in requests
     peak_s:               highest queue since the pool became saturated
+    arrived:              requests up to the tick before
+    excess_s:             by how much arriving work has outrun capacity: see `arrivals`
+    demand:               moving average of arriving work over capacity, None while it is not known
+    busy_frac, offered:   moving averages, below the knee, of the time passes ran and of what arrivals should
+                          have made of it
     """
 
     queue_units: float = 0.0
     queued: float = 0.0
     peak_s: float = 0.0
+    arrived: int | None = None
+    excess_s: float = 0.0
+    demand: float | None = None
+    busy_frac: float = 0.0
+    offered: float = 0.0
+
+    @property
+    def work_frac(self) -> float:
+        """Return what a request really takes over what its size says: batches share what a pass costs."""
+        return min(max(self.busy_frac / self.offered, 0.5), 1.5) if self.offered else 1.0
 
 
 def units(reading: PoolReading) -> float | None:
     """Return a pool's queue in its unit, None while either is unknown."""
     return reading.queue_s / reading.unit_s if reading.queue_s is not None and reading.unit_s else None
+
+
+def arrivals(recent: Recent, reading: PoolReading, elapsed_s: float, *, learns: bool) -> Recent:
+    """Return by how much arrivals, each of mean size, have outrun the pool's capacity: a CUSUM at capacity.
+
+        excess = max(0, excess + arrivals * request_s * work_frac - elapsed), at most three times what proves
+
+    Args:  learns: below the knee, where the time that passes ran tells what requests really take.
+    """
+    if reading.arrived is None or reading.request_s is None or recent.arrived is None:
+        return recent._replace(arrived=reading.arrived, excess_s=0.0, demand=None)
+    brought_s = max(reading.arrived - recent.arrived, 0) * reading.request_s
+    most_s = 3 * EXCESS_REQUESTS * reading.request_s
+    excess_s = min(max(recent.excess_s + brought_s * recent.work_frac - elapsed_s, 0.0), most_s)
+    if learns and reading.busy_frac is not None and reading.busy_frac < BUSY_FRAC and elapsed_s > 0:
+        weight = 1 - 0.5 ** (elapsed_s / WORK_HALF_LIFE_S)
+        recent = recent._replace(
+            busy_frac=recent.busy_frac + weight * (reading.busy_frac - recent.busy_frac),
+            offered=recent.offered + weight * (brought_s / elapsed_s - recent.offered),
+        )
+    now, average = demand(recent, reading), recent.demand
+    if now is not None and average is not None:
+        now = average + (1 - 0.5 ** (elapsed_s / DEMAND_HALF_LIFE_S)) * (now - average)
+    return recent._replace(arrived=reading.arrived, excess_s=excess_s, demand=now)
+
+
+def demand(recent: Recent, reading: PoolReading) -> float | None:
+    """Return arriving work over capacity, of the last seconds; None while it is not known."""
+    if reading.rate is None or reading.request_s is None:
+        return None
+    return reading.rate * reading.request_s * recent.work_frac
 
 
 def pool_evidence(
@@ -78,25 +129,27 @@ def pool_evidence(
 
 
 def _queue(reading: PoolReading, recent: Recent, limits: RegimeConfig) -> Evidence | None:
-    """Seconds of queued work: 2 at its threshold, or at EARLY_FRAC of it with demand over capacity.
+    """Seconds of queued work: 2 at its threshold, or at EARLY_FRAC of it when arrivals outran capacity.
 
     Half of its peak gone, and demand well under capacity: what is left is the past, and no longer saturation.
     """
-    queue_s, unit_s, demand = reading.queue_s, reading.unit_s, reading.demand
+    queue_s, unit_s = reading.queue_s, reading.unit_s
     if queue_s is None or unit_s is None:
         return None
     threshold, confirm_s = limits.queue_saturated * unit_s, limits.pool_confirm_s
-    if demand is not None and demand >= DEMAND_OVER:
+    if reading.request_s is not None and recent.excess_s >= EXCESS_REQUESTS * reading.request_s:
         threshold, confirm_s = EARLY_FRAC * threshold, 0.0
     empty = queue_s <= QUEUE_EXIT_FRAC * limits.queue_saturated * unit_s
-    drained = demand is not None and demand <= DEMAND_UNDER and queue_s <= recent.peak_s / 2
+    now = demand(recent, reading)
+    drained = now is not None and now <= DRAINED_DEMAND and queue_s <= recent.peak_s / 2
+    lull = recent.demand is not None and recent.demand > REST_DEMAND
     rests = (empty, empty or drained)
     if queue_s >= threshold and not drained:
-        return Evidence(QUEUE, 2, queue_s, threshold, rests, confirm_s=confirm_s)
+        return Evidence(QUEUE, 2, queue_s, threshold, rests, confirm_s=confirm_s, lull=lull)
     if recent.queue_units >= limits.queue_transition and not empty:
         value, threshold = recent.queue_units * unit_s, limits.queue_transition * unit_s
-        return Evidence(QUEUE, 1, value, threshold, rests, drained, limits.pool_confirm_s)
-    return Evidence(QUEUE, 0, queue_s, threshold, rests, drained)
+        return Evidence(QUEUE, 1, value, threshold, rests, drained, limits.pool_confirm_s, lull)
+    return Evidence(QUEUE, 0, queue_s, threshold, rests, drained, lull=lull)
 
 
 def _kv_blocks(reading: PoolReading, limits: RegimeConfig) -> Evidence | None:

@@ -26,7 +26,9 @@ Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]
 
 MIN_WORKERS = 2
-NO_PASS = "no forward pass of its kind seen yet to learn its time from"
+NO_PASS = "no forward pass of its kind heard of lately to learn its time from"
+MAX_SECONDS = 1e9  # of anything in a game; more is a count that no engine has
+TOO_LONG = f"a request or queue that would take more than {MAX_SECONDS:g} s: some message's count is not true"
 MAX_PRICED = 512  # requests of one game; of more every other, third, ... is taken and stands for its like
 
 
@@ -152,6 +154,8 @@ def take_snapshot(
         ):
             return Snapshot(at_s, role, workers, lack=NO_PASS)
         decode = _decode_game(at_s, decoding, place, of_pool, cards)
+    if not all(_is_believable(game) for game in (prefill, decode) if game is not None):
+        return Snapshot(at_s, role, workers, lack=TOO_LONG)
     return Snapshot(at_s, role, workers, prefill, decode)
 
 
@@ -212,6 +216,15 @@ def price(snapshot: Snapshot) -> SnapshotPrice:
         miss_s,
         snapshot.lack,
     )
+
+
+def _is_believable(game: PrefillGame | DecodeGame) -> bool:
+    """Tell whether a game is within what its optimum takes (games/routing.py), far as that is."""
+    if isinstance(game, PrefillGame):
+        times_s = (game.processing_s, game.backlog_s)
+    else:
+        times_s = (game.iteration_s, game.extra_s)
+    return all(bool(time_s.max() <= MAX_SECONDS) for time_s in times_s)
 
 
 def _sample(requests: list[InFlight]) -> tuple[tuple[InFlight, ...], float]:

@@ -15,7 +15,7 @@ from dynamo_poa.evidence import PoolReading
 from dynamo_poa.load import WorkerState
 from dynamo_poa.policies import Pair, Policy
 from dynamo_poa.pressure import PressureState
-from dynamo_poa.regime import RegimeState
+from dynamo_poa.regime_state import RegimeState
 from dynamo_poa.telemetry import RouterView, TelemetryRecord
 from dynamo_poa.trend import Trend, TrendState
 from dynamo_poa.values import (

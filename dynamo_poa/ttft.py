@@ -103,7 +103,9 @@ def histogram_quantile(bounds_s: Sequence[float], counts: Sequence[float], quant
     below, low_s = 0.0, 0.0
     for high_s, count in zip(bounds_s, counts, strict=True):
         if below + count >= rank:
-            return low_s if math.isinf(high_s) else low_s + (high_s - low_s) * (rank - below) / count
+            if math.isinf(high_s):
+                return low_s
+            return min(low_s + (high_s - low_s) * (rank - below) / count, high_s)  # rounding
         below, low_s = below + count, high_s
     return low_s
 

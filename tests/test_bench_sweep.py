@@ -5,7 +5,7 @@ import pytest
 from records import RECORD
 from shown import text
 
-from dynamo_poa.bench.levels import Level, Slow, estimate_of, line, stragglers_of, tables
+from dynamo_poa.bench.levels import Level, Slow, estimate_of, is_void, line, stragglers_of, tables
 from dynamo_poa.bench.sweep import FLEETS, OVERRIDES, Fleet, main
 from dynamo_poa.config import ControllerConfig, WorkerConfig
 from dynamo_poa.serve.prepare import make_plan
@@ -31,6 +31,7 @@ LEVEL = Level(
     stragglers=(Slow(worker_id=str(W), role="decode", factor=4.96),),
     cpu_busy_frac=0.5,
     cpu_own_frac=0.45,
+    void=False,
 )
 
 
@@ -65,8 +66,8 @@ def test_a_level_shows_the_controllers_own_estimate_and_stragglers() -> None:
 @pytest.mark.parametrize(("busy", "void"), [(0.85, False), (0.851, True)])
 def test_a_level_is_void_when_the_processors_were_the_limit(busy: float, void: bool) -> None:
     """As in the demo: above 85 % the machine may be what limits."""
-    level = msgspec.structs.replace(LEVEL, cpu_busy_frac=busy)
-    assert level.void is void
+    assert is_void(busy) is void
+    level = msgspec.structs.replace(LEVEL, cpu_busy_frac=busy, void=void)
     assert ("VOID" in line(level)) is void
 
 

@@ -1,5 +1,6 @@
 """Commands without a server: which graph is meant, what is refused unsent, what is shown."""
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 import typer
+from dynamo_messages import FIXTURES
 from records import RECORD
 from shown import text
 from typer.testing import CliRunner
@@ -23,6 +25,7 @@ from dynamo_poa.serve.view import changes, record_view
 from dynamo_poa.serve.watch import Feed, live_view, trouble
 from dynamo_poa.values import Mode, ParamsKind, Regime
 
+RECORDING = FIXTURES / "poa_2p4d_straggler.ndjson.gz"
 TARGET = Target("nats://127.0.0.1:4222", "poa")
 
 
@@ -186,6 +189,32 @@ def test_estimate_keeps_to_the_bounds_of_the_configuration(option: tuple[str, st
     assert str(run_command("estimate", "recording", *option).exception) == problem
 
 
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (("--at", "soon"), "--at = 'soon': must be a number of seconds >= 0, such as 12.5"),
+        (("--at", "-1"), "--at = '-1': must be a number of seconds >= 0, such as 12.5"),
+        (("--at", "nan"), "--at = 'nan': must be a number of seconds >= 0, such as 12.5"),
+        (("--at", "1m"), "--at = '1m': must be a number of seconds >= 0, such as 12.5"),
+        (("--at", "1", "--block-size", "0"), "Common.block_size = 0: must be in [1, 4096]"),
+        (
+            ("--at", "99s"),
+            f"--at = 99: must be in [0, 18.136], seconds since the first message of {RECORDING}",
+        ),
+    ],
+)
+def test_explain_refuses_an_instant_that_is_none(options: tuple[str, ...], problem: str) -> None:
+    """Key, value and bound."""
+    assert str(run_command("explain", str(RECORDING), *options).exception) == problem
+
+
+@pytest.mark.parametrize("at", ["12", "12s", "12.5", "12.999s"])
+def test_explain_tells_which_snapshot_it_is_about(at: str) -> None:
+    """The nearest at or before the instant; seconds with or without their unit."""
+    answer = json.loads(run_command("explain", str(RECORDING), "--at", at, "--json").output)
+    assert (answer["at_s"], answer["asked_s"]) == (12.0, float(at.rstrip("s")))
+
+
 def test_a_recording_holds_workers_decisions_parameters_and_telemetry() -> None:
     """Dynamo's event plane lives in the workers' namespace and, of exposed workers, in the graph's."""
     assert recorded_subjects("alpha") == [
@@ -216,8 +245,8 @@ def test_a_record_is_shown_with_every_figure_and_every_unknown() -> None:
         "load        - in flight, - arrivals/s, 0.0% refused",
     ]
     assert [line.split() for line in shown[10:12]] == [
-        ["pool", "workers", "silent", "KV", "used", "fullest", "queued", "running", "busy"],
-        ["prefill", "2", "0", "25.0%", "-", "-", "-", "-"],
+        ["pool", "regime", "workers", "silent", "KV", "used", "fullest", "queued", "running", "busy"],
+        ["prefill", "-", "2", "0", "25.0%", "-", "-", "-", "-"],
     ]
     assert shown[14].split() == ["r1", "3", "heartbeat", "none", "0", "0.100", "s"]
     assert shown[16:] == [

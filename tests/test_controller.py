@@ -6,6 +6,9 @@ import pytest
 from dynamo_poa.config import ControllerConfig, PolicyConfig, RegimeConfig
 from dynamo_poa.controller import pinned, released, step, take_over
 from dynamo_poa.decisions import Traffic
+from dynamo_poa.errors import ParamsError
+from dynamo_poa.load import RankLoad
+from dynamo_poa.params import decode_params, encode_params
 from dynamo_poa.policies import make_policy
 from dynamo_poa.telemetry import RouterView
 from dynamo_poa.tick import ControllerState, Counts, Observation, Settings
@@ -18,8 +21,11 @@ from dynamo_poa.values import (
     ParamsKind,
     Pin,
     Regime,
+    Role,
     RouterParams,
     TtftSample,
+    WorkerCard,
+    WorkerKey,
 )
 
 STATIC = (0.2, 0.9)
@@ -76,6 +82,18 @@ class Channel:
 def record(kind=ParamsKind.EXTERNAL, revision=40, values=(0.4, 0.5), **fields):
     return RouterParams(
         revision=revision, router_temperature=values[0], overlap_weight=values[1], kind=kind, **fields
+    )
+
+
+def full_worker(worker_id):
+    """Return a decode worker with 95 % of its blocks in use and nothing queued."""
+    card = WorkerCard(worker_id=worker_id, role=Role.DECODE, kv_block_size=16, total_kv_blocks=1000)
+    load = RankLoad(1000, 0.0)
+    return msgspec.structs.replace(
+        load.state(WorkerKey(worker_id, 0), card, 0.0, 30.0, False),
+        kv_used_blocks=950,
+        kv_used_frac=0.95,
+        queued_requests=0,
     )
 
 
@@ -413,3 +431,54 @@ def test_an_estimate_of_survivors_is_flagged(shed_frac, censored):
     channel = Channel()
     channel.tick(shed_frac=shed_frac)
     assert channel.effects.record.censored is censored
+
+
+def test_a_baseline_learnt_below_the_knee_is_stored_for_a_successor_under_the_same_revision():
+    """I6: one record a minute at most, and no change told: parameters are the same."""
+    channel = Channel()
+    channel.ticks(61)
+    assert [params.revision for params in channel.published] == [1, 1]
+    assert channel.current.baseline_s == pytest.approx(0.5)
+    assert channel.effects.events == ()
+    assert channel.effects.record.applied is Applied.UNCHANGED
+    channel.ticks(300)
+    assert len(channel.published) == 2  # nothing new to tell
+    successor = take_over(channel.current)
+    assert successor.regime.baseline_s == channel.current.baseline_s
+
+
+def test_a_successor_knows_the_unloaded_iteration_time():
+    """Learnt again under load it would be the loaded one."""
+    state = take_over(record(ParamsKind.POLICY, iteration_baseline_s=0.007))
+    assert state.pressure.iteration.value_s == 0.007
+
+
+def test_baselines_travel_in_the_stored_record_and_older_records_have_none():
+    """Lenient for what was written before they were; refused whole when they cannot be."""
+    stored = encode_params(record(ParamsKind.POLICY, baseline_s=0.1, iteration_baseline_s=0.007))
+    assert decode_params(stored).iteration_baseline_s == 0.007
+    older = decode_params(b'{"router_temperature": 0.4, "overlap_weight": 0.5}')
+    assert (older.baseline_s, older.iteration_baseline_s) == (None, None)
+    with pytest.raises(ParamsError, match="iteration_baseline_s"):
+        decode_params(b'{"router_temperature": 0.4, "overlap_weight": 0.5, "iteration_baseline_s": 0}')
+
+
+def test_the_record_and_the_event_name_what_drives_the_regime():
+    """Pool and resource with value and threshold; the pool's regime stands beside the system's."""
+    channel = Channel()
+    decode = [full_worker(number) for number in (1, 2)]
+    told = [event for _ in range(6) for event in channel.tick(workers=tuple(decode)).events]
+    effects = channel.effects
+    regime_event = next(event for event in told if event.name == "poa.regime.changed")
+    assert regime_event.details == {
+        "driver": "decode.kv_blocks",
+        "value": 0.95,
+        "threshold": 0.9,
+        "value_s": None,
+        "threshold_s": None,
+        "dwell_left_s": 5.0,
+        "mode": Mode.ACTIVE,
+    }
+    assert effects.record.driver == "decode.kv_blocks"
+    assert effects.record.bottleneck == "decode"
+    assert effects.record.pool_regimes["decode"].resource == "kv_blocks"

@@ -75,7 +75,7 @@ def test_both_legs_at_once_are_one_request_and_one_arrival(decisions):
     decisions.apply(one.batch(chosen("a", P)), 2.0)
     decisions.apply(two.batch(chosen("a", D), first("a", 0.25)), 2.0)
     assert decisions.traffic(2.0) == Traffic(
-        in_flight=1, arrival_rate=0.5, shed_frac=0.0, tokens_mean=64.0, tokens_effective=64.0
+        in_flight=1, arrival_rate=0.5, shed_frac=0.0, tokens_mean=64.0, tokens_effective=64.0, arrived=1
     )
     assert decisions.take_ttft().p50_s == pytest.approx(0.25, abs=1e-6)
     decisions.apply(one.batch(ended("a", role=P)), 2.1)
@@ -125,7 +125,7 @@ def test_refused_requests_count_as_arrivals_and_never_as_ttft(decisions):
     decisions.apply(router.batch(), 0.0)
     events = [chosen(r) for r in "abc"] + [first(r, 0.5) for r in "abc"]
     decisions.apply(router.batch(*events, ended("d", outcome=Outcome.SHED)), 2.0)
-    assert decisions.traffic(2.0) == Traffic(in_flight=3, arrival_rate=2.0, shed_frac=0.25)
+    assert decisions.traffic(2.0) == Traffic(in_flight=3, arrival_rate=2.0, shed_frac=0.25, arrived=4)
     assert decisions.take_ttft().samples == 3
     assert decisions.outcomes == {(D, Outcome.SHED): 1}
 
@@ -138,7 +138,7 @@ def test_a_request_refused_on_its_prefill_leg_counts_once(decisions, decode_firs
     refused, begun = ended("a", role=P, outcome=Outcome.SHED), chosen("a")
     decisions.apply(router.batch(*((begun, refused) if decode_first else (refused, begun))), 1.0)
     decisions.apply(router.batch(ended("a", outcome=Outcome.SHED), chosen("b")), 2.0)
-    assert decisions.traffic(2.0) == Traffic(in_flight=1, arrival_rate=1.0, shed_frac=0.5)
+    assert decisions.traffic(2.0) == Traffic(in_flight=1, arrival_rate=1.0, shed_frac=0.5, arrived=2)
     assert decisions.take_ttft().samples == 0
     assert decisions.outcomes == {(P, Outcome.SHED): 1, (D, Outcome.SHED): 1}
 
@@ -148,7 +148,18 @@ def test_a_request_shed_after_it_was_chosen_arrived_once(decisions):
     router = Router()
     decisions.apply(router.batch(), 0.0)
     decisions.apply(router.batch(chosen("a"), ended("a", outcome=Outcome.SHED)), 1.0)
-    assert decisions.traffic(1.0) == Traffic(in_flight=0, arrival_rate=1.0, shed_frac=1.0)
+    assert decisions.traffic(1.0) == Traffic(in_flight=0, arrival_rate=1.0, shed_frac=1.0, arrived=1)
+
+
+def test_a_prefill_leg_refused_on_its_second_attempt_counts_its_request_once(decisions):
+    """S8: chosen, its worker unreachable, then refused; the decode leg that comes later is refused, too."""
+    router = Router()
+    decisions.apply(router.batch(), 0.0)
+    decisions.apply(router.batch(chosen("a", P), ended("a", role=P, outcome=Outcome.SHED)), 1.0)
+    decisions.apply(router.batch(ended("a", outcome=Outcome.SHED), chosen("b")), 2.0)
+    assert decisions.traffic(2.0) == Traffic(
+        in_flight=1, arrival_rate=1.0, shed_frac=0.5, arrived=2, tokens_mean=64.0, tokens_effective=64.0
+    )
 
 
 def test_windows_hold_the_last_priced_decisions_of_each_leg(decisions):
@@ -177,7 +188,7 @@ def test_an_idle_system_forgets_its_decisions_and_samples(decisions):
     assert len(decisions.windows()[D]) == 1
     decisions.advance(30.1)
     assert decisions.windows() == {D: []}
-    assert decisions.traffic(30.1) == Traffic(in_flight=0, arrival_rate=0.0, shed_frac=0.0)
+    assert decisions.traffic(30.1) == Traffic(in_flight=0, arrival_rate=0.0, shed_frac=0.0, arrived=1)
 
 
 def test_a_silent_router_takes_its_requests_with_it(decisions):

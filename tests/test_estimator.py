@@ -114,6 +114,12 @@ def test_the_interval_covers_the_truth_about_as_often_as_it_says(correlation, le
     assert least <= covered <= 200
 
 
+def test_the_interval_does_not_depend_on_how_many_resamples_are_drawn_at_once():
+    """Of long recordings they are drawn in parts, to bound memory."""
+    observed_s = np.random.default_rng(3).uniform(1.0, 2.0, 50)
+    assert interval(observed_s, np.ones(50), most_rows=7 * 50) == interval(observed_s, np.ones(50))
+
+
 def test_a_constant_window_has_an_interval_without_width():
     """Nothing varies, nothing is uncertain."""
     assert interval(np.full(8, 3.0), np.full(8, 2.0)) == (1.5, 1.5)

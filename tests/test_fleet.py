@@ -536,3 +536,15 @@ def test_workers_the_frontend_sees_directly_are_watched_beside_the_others() -> N
         )
     assert fleet.dropped["foreign"] == 2
     assert fleet.dropped["not_msgpack"] == 2
+
+
+def test_a_worker_cannot_use_more_blocks_than_it_has() -> None:
+    """What cannot be true is refused, counted and named; a block too many is an engine's rounding."""
+    fleet, sender = fleet_of(card(W1))
+    sender.send("w", km(W1, None, None, 4097), AT_S)
+    assert one(fleet, AT_S).kv_used_blocks == 4097
+    sender.send("w", km(W1, None, None, 2**63), AT_S)
+    assert one(fleet, AT_S).kv_used_blocks == 4097
+    assert fleet.dropped["impossible_value"] == 1
+    (notice,) = fleet.take_notices(AT_S)
+    assert notice.detail == f"kv_used_blocks = {2**63}: worker {W1} has 4096"

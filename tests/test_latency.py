@@ -12,7 +12,7 @@ from dynamo_messages import W1, W2, W4, Sender, card, fp, recorded_cards, record
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynamo_poa.fitting import pressure
+from dynamo_poa.fitting import TERMS, Sums, pressure, rows_of
 from dynamo_poa.fleet import Fleet
 from dynamo_poa.latency import MAX_PENDING, LatencyBook, iteration_s, prefill_s
 from dynamo_poa.values import Curve, Role, WorkerCard, WorkerKey, WorkerLatency
@@ -642,3 +642,11 @@ def test_which_worker_is_which_does_not_matter(passes: Seen) -> None:
 
     plain, renamed = fitted(passes), fitted(passes, rename=other)
     assert predicted(renamed, passes, other) == pytest.approx(predicted(plain, passes), rel=1e-6, abs=1e-9)
+
+
+def test_passes_that_speak_for_no_term_leave_the_curve_as_it_was():
+    """A prior of 1 µs beside a pass of 100 s: no term is left to fit, which scipy's nnls does not bear."""
+    row = rows_of(*(np.array([figure]) for figure in (100.0, 1.0, 0.0, 0.0, 0.0)))
+    sums = Sums.of(row, np.ones(1), np.zeros(TERMS))
+    prior = np.array([5e-7, 5e-7, 0.0, 0.0, 0.0, 0.0])
+    assert sums.solved(1e-6 * sums.squares, prior).tolist() == prior.tolist()

@@ -43,6 +43,21 @@ async def test_a_late_tick_is_not_followed_by_a_burst():
     assert g.last.tick == 1 + 2.0 / 0.25 + 1
 
 
+async def test_what_comes_while_the_store_answers_is_not_of_the_future():
+    """A tick is judged at the instant it observes: a request chosen meanwhile has not decoded for -0.4 s."""
+    g = graph()
+
+    async def slowly():
+        await g.clock.sleep(0.4)
+        return None
+
+    g.channel.poll_store = slowly
+    async with ticking(g):
+        await g.run(5, HEALTHY)
+    ages_s = [record.message_age_s for record in g.records]
+    assert min(age_s for age_s in ages_s if age_s is not None) >= 0.0
+
+
 async def test_the_machines_clock_may_be_set_back():
     """S7: ticks go by the monotonic clock; ages stay what they are."""
     async with ticking(graph()) as g:

@@ -89,7 +89,7 @@ def test_a_clock_set_back_is_noted_and_time_goes_on(path: Path) -> None:
     """The epoch's clock may be set while somebody records with another tool."""
     played = playback(path, passed(0.0, 1, 1), passed(2.5, 1, 2), passed(1.0, 1, 3), passed(3.0, 1, 4))
     assert instants(played) == [0.0, 1.0, 2.0, 3.0]
-    assert played.notes["messages earlier than the one before"] == 1
+    assert played.inexact["messages earlier than the one before"] == 1
 
 
 def test_a_recording_shorter_than_a_second_is_looked_at_at_its_end(path: Path) -> None:
@@ -117,7 +117,7 @@ def test_cards_announced_later_count_from_the_start_and_change_when_they_change(
     ]
     both, left = (WorkerKey(1, 0), WorkerKey(2, 0)), (WorkerKey(1, 0),)
     assert workers == [[], [(both, "")], [(both, "")], [(left, "1 worker, 2 needed")]]
-    assert played.notes["workers inferred from forward passes, no cards recorded"] == 0
+    assert played.inexact == {"decisions without candidates": 2}
 
 
 def test_forward_passes_and_decisions_are_handed_on(path: Path) -> None:
@@ -143,7 +143,7 @@ def test_forward_passes_and_decisions_are_handed_on(path: Path) -> None:
     list(played.instants())
     assert taken == [(WorkerKey(1, 0), 1, 0.25)]
     assert heard == [(decision[2], 0.5)]
-    assert {note: count for note, count in played.notes.items() if count} == {
+    assert played.inexact == {
         "metrics not used: repeated": 1,
         "metrics not used: unknown_rank": 1,
         "metrics not used: unknown_worker": 1,
@@ -174,7 +174,7 @@ def test_what_cannot_be_read_is_counted_by_what_it_is(path: Path) -> None:
         decided(0.5, 0, 1),
     )
     list(played.instants())
-    assert {note: count for note, count in played.notes.items() if count} == {
+    assert played.inexact == {
         "workers inferred from forward passes, no cards recorded": 1,
         "metrics not used: version": 1,
         "metrics not used: payload": 1,

@@ -6,7 +6,8 @@ import pytest
 
 from dynamo_poa.decisions import DecisionLog
 from dynamo_poa.latency import LatencyBook
-from dynamo_poa.pricing import Pricer
+from dynamo_poa.pricing import Pricer, snapshots_at
+from dynamo_poa.snapshot import NO_PASS
 from dynamo_poa.values import Candidate, Role, WorkerCard, WorkerKey
 from dynamo_poa.wire import Chosen, DecisionBatch, ForwardPass
 
@@ -18,7 +19,8 @@ class Rank:
 
     queued_requests = queued_prefill_tokens = None
 
-    def __init__(self, worker):
+    def __init__(self, worker, running_prefill_requests=1):
+        self.running_prefill_requests = running_prefill_requests
         self.key, self.card = WorkerKey(worker, 0), CARDS[worker]
 
 
@@ -67,6 +69,16 @@ async def test_a_look_becomes_an_estimate_in_a_thread(book, decisions):
     assert set(pricer.latencies) == {WorkerKey(1, 0), WorkerKey(2, 0)}
 
 
+def test_a_pool_that_has_ceased_to_report_passes_is_not_priced(book, decisions):
+    """Its curves would fade into one, and PoA-hat into 1 for want of data; one that reports is enough."""
+    latencies = book.fit(5.0, [(rank.key, Role.PREFILL) for rank in RANKS])
+    one, other = Rank(1, None), Rank(2, None)
+    (silent,) = snapshots_at(5.0, [one, other], latencies, decisions.running())
+    assert (silent.prefill, silent.lack) == (None, NO_PASS)
+    (half,) = snapshots_at(5.0, [one, Rank(2)], latencies, decisions.running())
+    assert (half.size, half.lack) == (10, "")
+
+
 async def test_a_job_that_is_late_costs_snapshots_and_no_tick(book, decisions):
     """`look` returns at once; what it could not begin is counted."""
     release = asyncio.Event()
@@ -86,7 +98,7 @@ async def test_a_job_that_is_late_costs_snapshots_and_no_tick(book, decisions):
 
 
 async def test_a_job_that_fails_is_told_once_and_the_next_goes_on(book, decisions):
-    """The estimate before it stays."""
+    """The estimate before it does not pass for one of now: until the next there is none, and why is said."""
     failing = True
 
     async def run(job):
@@ -96,9 +108,11 @@ async def test_a_job_that_fails_is_told_once_and_the_next_goes_on(book, decision
 
     pricer = Pricer(60.0, book, run=run)
     pricer.look(5.0, RANKS, decisions)
-    await asyncio.sleep(0.001)
+    await pricer.settled()
     assert repr(pricer.take_failure()) == "ValueError('broken')"
     assert pricer.take_failure() is None
+    assert (pricer.marginal.poa_hat, pricer.frozen.poa_hat) == (None, None)
+    assert pricer.marginal.reason == pricer.frozen.reason == "pricing failed: ValueError('broken')"
     failing = False
     pricer.look(6.0, RANKS, decisions)
     await settled(pricer)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from dynamo_poa.flight import InFlight, Uncached
-from dynamo_poa.snapshot import MAX_PRICED, NO_PASS, foreign_tokens, price, take_snapshot
+from dynamo_poa.snapshot import MAX_PRICED, NO_PASS, TOO_LONG, foreign_tokens, price, take_snapshot
 from dynamo_poa.values import Curve, Role, WorkerCard, WorkerKey, WorkerLatency
 
 W = [WorkerKey(number, 0) for number in (1, 2, 3, 4, 5)]
@@ -245,3 +245,20 @@ def test_foreign_tokens_are_those_of_requests_we_do_not_know():
     ranks = [Rank(W[0], 5, 500), Rank(W[1], 2, 200), Rank(W[2], None, None)]
     ours = [waiting("a", W[0], 9), waiting("b", W[0], 9), waiting("c", W[1], 9), waiting("d", W[1], 9)]
     assert foreign_tokens(ranks, ours) == {W[0]: 300.0}
+
+
+@pytest.mark.parametrize(
+    ("role", "running", "foreign"),
+    [
+        (Role.PREFILL, [waiting("a", W[0], 2**53)], {}),
+        (Role.PREFILL, [waiting("a", W[0], 100)], {W[1]: 2.0**53}),
+        (Role.DECODE, [decoding("a", W[0], 2**53)], {}),
+    ],
+    ids=["prompt", "queue", "context"],
+)
+def test_a_leg_with_a_count_that_cannot_be_true_has_no_price_and_says_why(role, running, foreign):
+    """The wire takes counts up to 2**53, of which a game's seconds would be beyond its optimum's bound."""
+    curve = Curve(prefill_token_s=0.001, decode_base_s=0.01, decode_kv_token_s=1e-6)
+    snapshot = take_snapshot(role, 0.0, running, latencies(role, curve, curve), {}, foreign)
+    assert (snapshot.prefill, snapshot.decode, snapshot.lack) == (None, None, TOO_LONG)
+    assert price(snapshot).lack == TOO_LONG

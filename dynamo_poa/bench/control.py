@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from dynamo_poa.bench import hop, ingest, latency, memory, observe, relay, snapshot, swap, tick
+from dynamo_poa.bench import detection, hop, ingest, latency, memory, observe, relay, snapshot, swap, tick
 from dynamo_poa.bench.report import Figure, Report, table, this_machine
 from dynamo_poa.errors import PoaError
 from dynamo_poa.telemetry import configure_logging
@@ -35,10 +35,22 @@ class Lengths(msgspec.Struct, frozen=True, kw_only=True):
     latency_s: int = 80
     observe_s: float = 60.0
     snapshots: int = 20
+    seeds: int = 100
+    steady_minutes: float = 30.0
 
 
 QUICK = Lengths(
-    observe_s=20.0, swaps=20, rounds=3, ticks=50, minutes=2.0, turns=2, turn_s=4.0, latency_s=55, snapshots=5
+    observe_s=20.0,
+    swaps=20,
+    rounds=3,
+    ticks=50,
+    minutes=2.0,
+    turns=2,
+    turn_s=4.0,
+    latency_s=55,
+    snapshots=5,
+    seeds=20,
+    steady_minutes=5.0,
 )
 
 Measurement = Callable[[Lengths, Say], Figure]
@@ -52,6 +64,7 @@ FIGURES: dict[str, Measurement] = {
     "observe": lambda lengths, say: observe.measure(lengths.observe_s, say),
     "memory": lambda lengths, say: memory.measure(lengths.minutes, say),
     "snapshot": lambda lengths, say: snapshot.measure(lengths.snapshots, say),
+    "detection": lambda lengths, say: detection.measure(lengths.steady_minutes, lengths.seeds, say),
 }
 
 

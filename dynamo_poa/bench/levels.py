@@ -31,6 +31,7 @@ class Level(msgspec.Struct, frozen=True, kw_only=True):
 
     cpu_busy_frac:  of the whole machine, whatever ran on it
     cpu_own_frac:   of it, what the graph and its load took
+    void:           the processors were what limited, so that the figures say nothing of the workers
     """
 
     fleet: str
@@ -47,11 +48,7 @@ class Level(msgspec.Struct, frozen=True, kw_only=True):
     stragglers: tuple[Slow, ...]
     cpu_busy_frac: float
     cpu_own_frac: float
-
-    @property
-    def void(self) -> bool:
-        """Tell whether the processors were what limited, so that the figures say nothing of the workers."""
-        return self.cpu_busy_frac > CPU_BUSY_FRAC
+    void: bool
 
 
 class SweepReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,6 +60,11 @@ class SweepReport(msgspec.Struct, frozen=True, kw_only=True):
     void: bool
     failed: dict[str, str]
     seconds: float
+
+
+def is_void(cpu_busy_frac: float) -> bool:
+    """Tell whether the processors were what limited."""
+    return cpu_busy_frac > CPU_BUSY_FRAC
 
 
 def estimate_of(record: TelemetryRecord) -> Estimate:

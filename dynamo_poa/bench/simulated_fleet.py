@@ -17,7 +17,7 @@ import msgspec
 
 from dynamo_poa.config import ControllerConfig
 from dynamo_poa.controller import step
-from dynamo_poa.decisions import Traffic
+from dynamo_poa.decisions import MAX_SIZES, Traffic
 from dynamo_poa.latency import LatencyBook
 from dynamo_poa.load import RankLoad, WorkerState
 from dynamo_poa.policies import make_policy
@@ -27,7 +27,6 @@ from dynamo_poa.values import Regime, Role, RouterParams, TtftSample, WorkerCard
 from dynamo_poa.wire import ForwardPass
 
 ARRIVAL, PASS, IDLE, END = range(4)
-MAX_SIZES = 1024  # prompts whose size the controller remembers; as decisions.py
 STALE_S = 30.0
 STEP_S = 0.25
 
@@ -157,6 +156,7 @@ class SimulatedFleet:
             ttft=ttft,
             traffic=Traffic(
                 in_flight=self._in_flight,
+                arrived=self.started,
                 arrival_rate=len(self._arrivals) / min(window_s, max(at_s, STEP_S)),
                 tokens_mean=tokens / len(self._sizes) if tokens else None,
                 tokens_effective=sum(size**2 for size in self._sizes) / tokens if tokens else None,

@@ -20,7 +20,7 @@ import msgspec
 import uvloop
 from rich.console import Console
 
-from dynamo_poa.bench.levels import Level, SweepReport, estimate_of, line, stragglers_of, tables
+from dynamo_poa.bench.levels import Level, SweepReport, estimate_of, is_void, line, stragglers_of, tables
 from dynamo_poa.bench.load import ClosedLoop, LoadClient, Result, prompts
 from dynamo_poa.bench.processes import busy_frac, cpu_s, machine_time
 from dynamo_poa.bench.report import MeasurementError, this_machine
@@ -125,7 +125,7 @@ class _Run:
         machine_before, own_before_s, started_s = machine_time(), self._own_cpu_s(), clock.monotonic_s()
         await clock.sleep(MEASURED_S)
         elapsed_s, machine_after = clock.monotonic_s() - started_s, machine_time()
-        own_s = self._own_cpu_s() - own_before_s
+        own_s, busy = self._own_cpu_s() - own_before_s, busy_frac(machine_before, machine_after)
         record, good = self._latest, [result for result in results if result.ok]
         ttfts_s = [result.ttft_s for result in good if result.ttft_s is not None]
         if record is None or not good:
@@ -147,8 +147,9 @@ class _Run:
             estimate=estimate_of(record),
             regime=record.regime,
             stragglers=stragglers_of(record),
-            cpu_busy_frac=busy_frac(machine_before, machine_after),
+            cpu_busy_frac=busy,
             cpu_own_frac=own_s / (machine_after.total_s - machine_before.total_s),
+            void=is_void(busy),
         )
 
     def _own_cpu_s(self) -> float:

@@ -11,7 +11,7 @@ import os
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,20 +19,21 @@ import structlog
 import uvloop
 
 from dynamo_poa.bench.bus_throughput import own_server
-from dynamo_poa.bench.report import Figure, Measure, MeasurementError, at_most
+from dynamo_poa.bench.report import Figure, Measure, MeasurementError, at_most, plain
 from dynamo_poa.bench.story import quantile
 from dynamo_poa.bench.traffic import Traffic
 from dynamo_poa.bus import Bus
 from dynamo_poa.clock import ManualClock, SystemClock
 from dynamo_poa.config import CommonConfig, ControllerConfig, RouterConfig
+from dynamo_poa.controller_metrics import ControllerMetrics
 from dynamo_poa.decisions import DecisionLog
 from dynamo_poa.fleet import Fleet
 from dynamo_poa.latency import LatencyBook
 from dynamo_poa.loop import ControlLoop
 from dynamo_poa.params import ParamsPublisher
 from dynamo_poa.policies import make_policy
-from dynamo_poa.pricing import Estimates, Pricer
-from dynamo_poa.telemetry import BusSink, ControllerMetrics, LogSink
+from dynamo_poa.pricing import Found, Pricer
+from dynamo_poa.telemetry import BusSink, LogSink
 from dynamo_poa.tick import Settings
 from dynamo_poa.values import Role, WorkerCard
 
@@ -46,14 +47,15 @@ GOAL_MS = 20.0
 
 
 class Kind(NamedTuple):
-    """What distinguishes one run of ticks from another."""
+    """What distinguishes one run of ticks from another.
+
+    random_frac:  of the router's choices: at 1 loads grow apart, and the best assignment is hard
+    """
 
     name: str
     roles: tuple[Role, ...] = (Role.AGGREGATED,)
     estimates: bool = True
-    random_frac: float = (
-        0.25  # of the router's choices: at 1 loads grow apart, and the best assignment is hard
-    )
+    random_frac: float = 0.25
 
 
 class Spent(NamedTuple):
@@ -92,26 +94,12 @@ def figure(found: dict[str, Spent]) -> Figure:
     """Turn CPU seconds of each kind of tick into the figure."""
     config = ControllerConfig()
     every = config.estimate_s / config.tick_s
-    measures = []
+    measures: list[Measure] = []
     for kind, spent in found.items():
-        for part, spent_s in (("tick", spent.ticks_s), ("pricing beside it", spent.pricing_s)):
-            key = f"{kind} {part}".replace(" ", "_")
-            for name, value_s in (
-                (
-                    ("median", quantile(spent_s, 0.5)),
-                    ("P99", quantile(spent_s, 0.99)),
-                    ("worst", max(spent_s)),
-                )
-                if spent_s
-                else ()
-            ):
-                what = f"{kind}: {part}, {name}"
-                if part == "tick":
-                    measures.append(at_most(f"{key}_{name.lower()}_ms", what, value_s * 1e3, "ms", GOAL_MS))
-                else:
-                    measures.append(
-                        Measure(key=f"{key}_{name.lower()}_ms", what=what, value=value_s * 1e3, unit="ms")
-                    )
+        measures += [at_most(*figures, GOAL_MS) for figures in _quantiles(f"{kind}: tick", spent.ticks_s)]
+        if spent.pricing_s:
+            beside = _quantiles(f"{kind}: pricing beside it", spent.pricing_s)
+            measures += [plain(*figures) for figures in beside]
     return Figure(
         name="tick",
         title=f"CPU of a controller tick, {WORKERS} workers, {OPEN} requests in flight",
@@ -125,6 +113,17 @@ def figure(found: dict[str, Spent]) -> Figure:
             "store, heartbeat, log line, telemetry and metrics sinks are",
         ),
     )
+
+
+def _quantiles(what: str, spent_s: list[float]) -> Iterator[tuple[str, str, float, str]]:
+    """Yield key, name, value and unit of each quantile."""
+    for name, value_s in (
+        ("median", quantile(spent_s, 0.5)),
+        ("P99", quantile(spent_s, 0.99)),
+        ("worst", max(spent_s)),
+    ):
+        key = f"{what} {name.lower()} ms".replace(":", "").replace(" ", "_")
+        yield key, f"{what}, {name}", value_s * 1e3, "ms"
 
 
 async def _ticks(url: str, log: Any, ticks: int, kind: Kind) -> Spent:
@@ -186,10 +185,10 @@ async def _ticks(url: str, log: Any, ticks: int, kind: Kind) -> Spent:
     return Spent(ticks_s, pricing_s[-ticks:] if kind.estimates else [])
 
 
-async def _timed(spent_s: list[float], job: Callable[[], Estimates]) -> Estimates:
+async def _timed(spent_s: list[float], job: Callable[[], Found]) -> Found:
     """Run a job in a thread and note its CPU time."""
 
-    def timed() -> Estimates:
+    def timed() -> Found:
         before_s = time.thread_time()
         try:
             return job()

@@ -10,7 +10,7 @@ Source: theory.md, Γ_R. Prefill: Horn 1973; Bruno, Coffman and Sethi 1974. Deco
 """
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -219,7 +219,7 @@ def _decode_leg(iteration_s: ArrayLike, extra_s: ArrayLike) -> _DecodeLeg:
 
 
 def _seconds(key: str, given: ArrayLike, dimensions: int) -> Floats:
-    seconds: Floats = np.asarray(given, dtype=np.float64)
+    seconds: Floats = _array(key, given, "iuf").astype(np.float64)
     if seconds.ndim != dimensions:
         raise GameError(f"{key}.ndim", seconds.ndim, f"{dimensions}")
     wrong = np.argwhere(~((seconds >= 0) & (seconds <= MOST_S)))
@@ -231,6 +231,18 @@ def _seconds(key: str, given: ArrayLike, dimensions: int) -> Floats:
     return seconds
 
 
+def _array(key: str, given: ArrayLike, kinds: str) -> NDArray[Any]:
+    """Return an array of numbers of these kinds of dtype; an empty list is of any kind."""
+    try:
+        array = np.asarray(given)
+    except ValueError as error:
+        raise GameError(key, "ragged", "rows of one length") from error
+    if array.size and array.dtype.kind not in kinds:
+        bound = "a whole-number type" if "f" not in kinds else "a type of real numbers"
+        raise GameError(f"{key}.dtype", str(array.dtype), bound)
+    return array
+
+
 def _shape(key: str, array: Floats, expected: tuple[int, ...]) -> None:
     if array.shape != expected:
         raise GameError(f"{key}.shape", array.shape, f"{expected}, as the other argument has it")
@@ -238,13 +250,11 @@ def _shape(key: str, array: Floats, expected: tuple[int, ...]) -> None:
 
 def _chosen(workers: ArrayLike, shape: tuple[int, int]) -> Indices:
     requests, count = shape
-    chosen = np.asarray(workers)
+    chosen = _array("workers", workers, "iu")
     if chosen.shape != (requests,):
         raise GameError("workers.shape", chosen.shape, f"({requests},)")
     if not requests:
         return np.empty(0, dtype=np.intp)
-    if chosen.dtype.kind not in "iu":
-        raise GameError("workers.dtype", str(chosen.dtype), "a whole-number type")
     for request in np.flatnonzero((chosen < 0) | (chosen >= count)).tolist():
         raise GameError(f"workers[{request}]", int(chosen[request]), f"in [0, {count})")
     return chosen.astype(np.intp)

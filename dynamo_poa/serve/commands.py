@@ -128,7 +128,7 @@ def record(
     nats: _Nats = None,
     namespace: _Namespace = None,
 ) -> None:
-    """Record what a graph sends. Event plane, decisions, parameters and telemetry."""
+    """Record what a graph sends. Event plane, decisions, workers' cards, parameters and telemetry."""
     duration_s = None if duration is None else read_duration_s("--for", duration)
     _run_until_told(record_until(find_target(nats, namespace), file, duration_s))
 

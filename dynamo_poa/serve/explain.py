@@ -8,7 +8,7 @@ Source: theory.md, Γ_R.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -27,6 +27,7 @@ from dynamo_poa.values import Role, Shares, WorkerKey
 Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]
 
+DECIMALS = 9  # of a second; what differs by less is alike
 STAY_FRAC = 0.01  # of a request's cost: what a move must save to be shown
 
 
@@ -79,7 +80,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     at_s:    of the snapshot, since the first message
     shares:  of the cost beyond an unloaded system
     lacking: legs that cannot be priced, and why
-    notes:   what makes it less than exact, up to the end of the recording or the instant after this one
+    notes:   what makes it less than exact, up to the next snapshot
     """
 
     asked_s: float
@@ -122,19 +123,25 @@ def explain(path: Path, at_s: float, *, block_size: int) -> Explanation:
             raise ConfigError([f"--at = {at_s:g}: must be {bounds}"])
     if not playback.log.batches and not nearest.snapshots:
         raise RecordingError(f"{path}: holds no decisions up to {at_s:g} s: nobody is known to be in flight")
-    prices = [price(snapshot) for snapshot in nearest.snapshots]
-    games = tuple(game for snapshot in nearest.snapshots for game in _games(snapshot))
+    return explain_snapshots(at_s, nearest.at_s, nearest.snapshots, playback.inexact)
+
+
+def explain_snapshots(
+    asked_s: float, at_s: float, snapshots: Sequence[Snapshot], notes: dict[str, int]
+) -> Explanation:
+    """Explain the snapshots of one instant, one of each leg."""
+    prices = [price(snapshot) for snapshot in snapshots]
     observed_s, optimal_s = sum(one.observed_s for one in prices), sum(one.optimal_s for one in prices)
     return Explanation(
-        asked_s=at_s,
-        at_s=nearest.at_s,
+        asked_s=asked_s,
+        at_s=at_s,
         observed_s=observed_s,
         optimal_s=optimal_s,
         saved_s=observed_s - optimal_s,
         shares=shares(prices),
-        games=games,
-        lacking={str(snapshot.role): snapshot.lack for snapshot in nearest.snapshots if snapshot.lack},
-        notes={note: count for note, count in playback.notes.items() if count},
+        games=tuple(game for snapshot in snapshots for game in _games(snapshot)),
+        lacking={str(snapshot.role): snapshot.lack for snapshot in snapshots if snapshot.lack},
+        notes=notes,
     )
 
 
@@ -153,14 +160,30 @@ def _prefill_best(game: PrefillGame) -> Indices:
     """Return the best assignment in which going elsewhere is charged a little."""
     elsewhere = _elsewhere(game.chosen, len(game.backlog_s))
     charged_s = game.processing_s * (1 + STAY_FRAC * elsewhere)
-    return prefill_optimum(charged_s, game.backlog_s).workers
+    return _settled(game, prefill_optimum(charged_s, game.backlog_s).workers, game.processing_s)
 
 
 def _decode_best(game: DecodeGame) -> Indices:
     """The same; the charge is a share of the lightest iteration there is."""
     elsewhere = _elsewhere(game.chosen, len(game.iteration_s))
     charge_s = STAY_FRAC * float((game.iteration_s[:, 1] + game.extra_s).min())
-    return decode_optimum(game.iteration_s, game.extra_s + charge_s * elsewhere).workers
+    best = decode_optimum(game.iteration_s, game.extra_s + charge_s * elsewhere).workers
+    return _settled(game, best, game.extra_s)
+
+
+def _settled(game: PrefillGame | DecodeGame, best: Indices, cost_s: Floats) -> Indices:
+    """Return the assignment with requests that are alike in a fixed order: which of them goes is a toss-up.
+
+    A batch's requests often are alike, and without this the last digits of a machine would toss the coin.
+    """
+    alike: dict[tuple[int, bytes], list[int]] = {}
+    for row, chosen in enumerate(game.chosen.tolist()):
+        alike.setdefault((chosen, np.round(cost_s[row], DECIMALS).tobytes()), []).append(row)
+    settled = best.copy()
+    for rows in alike.values():
+        rows.sort(key=lambda row: game.requests[row].request_id)
+        settled[rows] = np.sort(best[rows])
+    return settled
 
 
 def _elsewhere(chosen: Indices, workers: int) -> Floats:
@@ -234,5 +257,7 @@ def _explained(
         optimal_s=priced.optimal_s,
         after_s=game.stands_for * math.fsum(there_s),
         stands_for=game.stands_for,
-        rows=tuple(sorted(rows, key=lambda row: (not row.moved, -row.saved_s, row.request_id))),
+        rows=tuple(
+            sorted(rows, key=lambda row: (not row.moved, -round(row.saved_s, DECIMALS), row.request_id))
+        ),
     )

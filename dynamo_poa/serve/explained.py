@@ -14,7 +14,7 @@ from rich.text import Text
 
 from dynamo_poa.serve.explain import Assigned, Explained, Explanation, Place
 from dynamo_poa.serve.report import shares_text
-from dynamo_poa.serve.show import count, counts, seconds
+from dynamo_poa.serve.show import count, counts, figures_table, seconds
 
 MAX_ROWS = 40
 SHOWN_ID = 12  # characters of a request's id
@@ -56,7 +56,7 @@ def _totals(found: Explanation | Explained) -> str:
 
 def _workers(rows: Sequence[Assigned]) -> Table:
     """Return how many requests each worker has and would have."""
-    table = _table("worker", "requests", "at best")
+    table = figures_table("worker", "requests", "at best")
     here, there = Counter(_name(row.here) for row in rows), Counter(_name(row.there) for row in rows)
     for name in sorted({*here, *there}):
         table.add_row(name, str(here[name]), str(there[name]))
@@ -68,7 +68,7 @@ def _requests_table(game: Explained) -> Iterator[RenderableType]:
     stay = [row for row in game.rows if not row.moved]
     if moved:
         yield Text()
-        table = _table(
+        table = figures_table(
             "request", "tokens", "uncached", "there", "is on", "better on", "latency", "there", "saves"
         )
         for row in moved[:MAX_ROWS]:
@@ -112,11 +112,3 @@ def _shortened(request_id: str) -> str:
 
 def _name(place: Place) -> str:
     return f"{place.worker_id}/{place.dp_rank}"
-
-
-def _table(name: str, *figures: str) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    table.add_column(name)
-    for title in figures:
-        table.add_column(title, justify="right")
-    return table

@@ -43,7 +43,6 @@ class Playback:
 
     at_s:       of the last message so far; never goes back
     messages:   taken in, by topic; `unknown` are subjects of neither Dynamo nor us
-    notes:      what makes figures less than exact, by what it is
     latencies:  what is known of each worker's speed, as of the last instant
     """
 
@@ -65,9 +64,9 @@ class Playback:
         config = ControllerConfig()
         self.at_s = 0.0
         self.reader = Reader(path)
-        self.messages, self.unknown, self.notes = Counter[str](), Counter[str](), Counter[str]()
+        self.messages, self.unknown = Counter[str](), Counter[str]()
         self.latencies: dict[WorkerKey, WorkerLatency] = {}
-        self._path, self._also = path, also
+        self._path, self._also, self._notes = path, also, Counter[str]()
         self._estimate_s = config.estimate_s
         self._silent_looks = math.ceil(config.stale_s / config.estimate_s)
         self._book = LatencyBook(
@@ -84,9 +83,26 @@ class Playback:
         namespace, exposed = (*found.namespaces, "", "")[:2]
         self._fleet = Fleet(namespace, config.stale_s, exposed=exposed, on_pass=passed)
         self._fleet.set_cards(found.cards, 0.0)
-        self.notes["workers inferred from forward passes, no cards recorded"] = (
+        self._notes["workers inferred from forward passes, no cards recorded"] = (
             len(found.cards) if found.inferred else 0
         )
+
+    @property
+    def inexact(self) -> dict[str, int]:
+        """Return what makes the figures so far less than exact, by what it is."""
+        log = self.log
+        counts = {**self._notes}
+        counts |= {f"decisions refused: {reason}": count for reason, count in log.refused.items()}
+        counts |= {f"metrics not used: {reason}": count for reason, count in self._fleet.dropped.items()}
+        counts |= {
+            "decision batches lost": log.lost,
+            "decision events dropped by routers": log.dropped,
+            "decisions without candidates": log.unrecorded,
+            "decisions with impossible candidates": log.unpriced,
+            "requests given up, too many open": log.forgotten,
+            "forward passes without a duration": self._book.unmeasured,
+        }
+        return {name: count for name, count in counts.items() if count}
 
     def instants(self) -> Iterator[Instant]:
         """Play the recording and stop at each instant at which a controller would look; to be called once.
@@ -100,7 +116,7 @@ class Playback:
         for line in self.reader:
             first_at_s = line.at_s if first_at_s is None else first_at_s
             if line.at_s - first_at_s < self.at_s:
-                self.notes["messages earlier than the one before"] += 1
+                self._notes["messages earlier than the one before"] += 1
             self.at_s = max(self.at_s, line.at_s - first_at_s)
             due = range(looks, int(self.at_s // self._estimate_s) + 1)
             for look in (*due[: self._silent_looks], *due[self._silent_looks :][-1:]):
@@ -110,7 +126,6 @@ class Playback:
         last = self._look(self.at_s)
         if self.at_s < self._estimate_s:  # too short for another look
             yield last
-        self._note_losses()
         if not self.log.batches and not self._fleet.received[wire.FORWARD_PASS_METRICS]:
             raise RecordingError(f"{self._path}: holds nothing to estimate from: {self._what_it_holds()}")
 
@@ -136,28 +151,13 @@ class Playback:
             try:
                 self._fleet.set_cards(wire.decode_cards(data).cards, self.at_s)
             except WireError as error:
-                self.notes[f"cards refused: {error.reason}"] += 1
+                self._notes[f"cards refused: {error.reason}"] += 1
         elif route.topic not in OURS:
             # Wall time serves a publisher's skew only.
             self._fleet.observe(subject, data, self.at_s, self.at_s)
 
-    def _note_losses(self) -> None:
-        log = self.log
-        self.notes.update({f"decisions refused: {reason}": count for reason, count in log.refused.items()})
-        self.notes.update({f"metrics not used: {name}": n for name, n in self._fleet.dropped.items()})
-        self.notes.update(
-            {
-                "decision batches lost": log.lost,
-                "decision events dropped by routers": log.dropped,
-                "decisions without candidates": log.unrecorded,
-                "decisions with impossible candidates": log.unpriced,
-                "requests given up, too many open": log.forgotten,
-                "forward passes without a duration": self._book.unmeasured,
-            }
-        )
-
     def _what_it_holds(self) -> str:
         counts = {**self.messages, "unknown subjects": self.unknown.total()}
         counts |= {f"skipped lines ({reason})": count for reason, count in self.reader.skipped.items()}
-        counts |= self.notes
+        counts |= self.inexact
         return ", ".join(f"{name} {count}" for name, count in counts.items() if count) or "no messages"

@@ -20,8 +20,9 @@ from dynamo_poa.serve.playback import Instant, Playback
 from dynamo_poa.serve.report import Period, Report
 from dynamo_poa.serve.speeds import Speeds
 from dynamo_poa.snapshot import price
-from dynamo_poa.values import Estimate, Role
+from dynamo_poa.values import Estimate, Role, Shares
 
+_SHARES = (*Shares.__struct_fields__, "residual_frac")
 PERIOD_S = 5.0  # a multiple of the time between two snapshots
 
 
@@ -109,8 +110,9 @@ def replay(path: Path, *, window: int, block_size: int) -> Report:
         periods.take(instant)
     periods.close()
     ttft = whole.take_ttft()
-    notes = dict(playback.notes)
-    notes[f"TTFT of the last {MAX_SAMPLES} requests only"] = int(ttft.samples == MAX_SAMPLES)
+    notes = playback.inexact
+    if ttft.samples == MAX_SAMPLES:
+        notes[f"TTFT of the last {MAX_SAMPLES} requests only"] = 1
     legs: dict[str, dict[str, int]] = {}
     for (role, outcome), count in sorted(whole.outcomes.items()):
         legs.setdefault(role, {})[outcome] = count
@@ -136,7 +138,7 @@ def replay(path: Path, *, window: int, block_size: int) -> Report:
         messages=dict(playback.messages),
         unknown=dict(playback.unknown),
         skipped=dict(playback.reader.skipped),
-        notes={note: count for note, count in notes.items() if count},
+        notes=notes,
     )
 
 
@@ -176,15 +178,18 @@ def _frozen_overall(log: DecisionLog, window: int) -> Estimate:
 
 
 def encode(report: msgspec.Struct) -> bytes:
-    """Return a report as JSON with figures to 9 significant digits: the last few differ between machines."""
-    return msgspec.json.encode(_rounded(msgspec.to_builtins(report)))
+    """Return a report as JSON with the digits that are the same on every machine, as not all of a double are.
+
+    Figures have 9 significant digits; shares have 6 decimals, as they come from differences.
+    """
+    return msgspec.json.encode(_rounded("", msgspec.to_builtins(report)))
 
 
-def _rounded(value: object) -> object:
-    if isinstance(value, float):
-        return float(f"{value:.9g}")
+def _rounded(name: str, value: object) -> object:
+    if isinstance(value, float) and name != "started_at_s":  # the header's is no figure
+        return round(value, 6) if name in _SHARES else float(f"{value:.9g}")
     if isinstance(value, dict):
-        return {key: _rounded(item) for key, item in value.items()}
+        return {key: _rounded(key, item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_rounded(item) for item in value]
+        return [_rounded(name, item) for item in value]
     return value

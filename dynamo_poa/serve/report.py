@@ -169,7 +169,7 @@ def _workers(report: Report) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("worker")
     table.add_column("role")
-    for title in ("passes", "prefill", "per token", "iteration", "per request", "per KV token"):
+    for title in ("weight", "prefill", "per token", "iteration", "per request", "per KV token"):
         table.add_column(title, justify="right")
     for title in ("error", "times its pool's"):
         table.add_column(title, justify="right")

@@ -1,6 +1,6 @@
 """How figures, instants and durations are written for a person, and how a person writes a duration.
 
-Owns: what stands in place of an unknown figure; units; the consoles commands print to.
+Owns: what stands in place of an unknown figure; units; tables of figures; the consoles commands print to.
 Does not own: what is shown (watch.py, replay.py).
 Invariant: unknown is shown as `-`, never as 0.
 """
@@ -10,6 +10,7 @@ import sys
 from typing import TextIO
 
 from rich.console import Console
+from rich.table import Table
 
 from dynamo_poa.errors import ConfigError
 
@@ -66,6 +67,15 @@ def read_instant_s(option: str, text: str) -> float:
     if match is None:
         raise ConfigError([f"{option} = {text!r}: must be a number of seconds >= 0, such as 12.5"])
     return float(match[1])
+
+
+def figures_table(name: str, *figures: str) -> Table:
+    """Return an empty table: a column of names, then columns of figures."""
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    table.add_column(name)
+    for title in figures:
+        table.add_column(title, justify="right")
+    return table
 
 
 def console(stream: TextIO = sys.stdout) -> Console:

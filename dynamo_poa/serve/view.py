@@ -13,9 +13,11 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from dynamo_poa.serve.show import count, counts, number, percent, seconds
+from dynamo_poa.regime_state import UPSTREAM
+from dynamo_poa.resources import show
+from dynamo_poa.serve.show import UNKNOWN, count, counts, figures_table, number, percent, seconds
 from dynamo_poa.telemetry import TelemetryRecord
-from dynamo_poa.values import Regime, WorkerLatency
+from dynamo_poa.values import PoolRegime, Regime, WorkerLatency
 
 _COLOURS = {Regime.BELOW: "green", Regime.TRANSITION: "yellow", Regime.SATURATED: "red"}
 
@@ -47,7 +49,10 @@ def _summary(record: TelemetryRecord) -> Table:
     )
     dwell = f" (next change in {record.dwell_left_s:.1f} s at the earliest)" if record.dwell_left_s else ""
     regime = Text(str(record.regime), style=f"bold {_COLOURS[record.regime]}")
-    table.add_row("regime", regime.append(f"  {record.reason}{dwell}", style="not bold default"))
+    driven = f" by {record.driver}" if record.driver else ""
+    table.add_row("regime", regime.append(f"{driven}  {record.reason}{dwell}", style="not bold default"))
+    if record.bottleneck == UPSTREAM:
+        table.add_row("bottleneck", Text("upstream of the workers, which are idle", style="yellow"))
     table.add_row("PoA-hat", _poa(record))
     if record.poa_shares is not None:
         shares = msgspec.structs.asdict(record.poa_shares)
@@ -98,10 +103,13 @@ def parameters(record: TelemetryRecord) -> str:
 def _pools(record: TelemetryRecord) -> RenderableType:
     if not record.pools:
         return Text("no worker known")
-    table = _table("pool", "workers", "silent", "KV used", "fullest", "queued", "running", "busy")
+    table = figures_table(
+        "pool", "regime", "workers", "silent", "KV used", "fullest", "queued", "running", "busy"
+    )
     for role, pool in record.pools.items():
         table.add_row(
             role,
+            _pool_regime(record.pool_regimes.get(role)),
             count(pool.workers),
             count(pool.stale_workers),
             percent(pool.kv_used_frac),
@@ -110,13 +118,30 @@ def _pools(record: TelemetryRecord) -> RenderableType:
             count(pool.running_requests),
             percent(pool.busy_frac),
         )
-    return table
+    hot = [
+        f"{worker.worker_id} rank {worker.dp_rank} ({role}): {worker.resource} "
+        f"{show(worker.resource, worker.value)}, over {show(worker.resource, worker.threshold)}"
+        for role, pool in record.pool_regimes.items()
+        for worker in pool.hot
+    ]
+    return Group(table, *(Text(f"hot worker {line}", style="yellow") for line in hot))
+
+
+def _pool_regime(pool: PoolRegime | None) -> Text:
+    """Return a pool's regime and the resource that drives it."""
+    if pool is None:
+        return Text(UNKNOWN)
+    shown = Text(str(pool.regime), style=_COLOURS[pool.regime])
+    if not pool.resource:
+        return shown if pool.known else shown.append(", not all known", style="dim")
+    value = "" if pool.value is None else f" {show(pool.resource, pool.value)}"
+    return shown.append(f" {pool.resource}{value}", style="default")
 
 
 def _routers(record: TelemetryRecord) -> RenderableType:
     if not record.routers:
         return Text("no router heard")
-    table = _table("router", "revision", "from", "in flight", "dropped", "heard ago")
+    table = figures_table("router", "revision", "from", "in flight", "dropped", "heard ago")
     for router in record.routers:
         table.add_row(
             router.router_id,
@@ -155,12 +180,4 @@ def _grid() -> Table:
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim")
     table.add_column()
-    return table
-
-
-def _table(name: str, *figures: str) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    table.add_column(name)
-    for title in figures:
-        table.add_column(title, justify="right")
     return table

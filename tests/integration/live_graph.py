@@ -57,7 +57,8 @@ AGG_3 = (
     "PoaRouter.min_decode_workers=3",
 )
 DATA_PATHS = ("relay", "stream")
-# What regime changes are forced with: any TTFT at all is over both thresholds, and idleness ends them.
+# What regime changes are forced with: any TTFT at all ends `below`, and idleness returns to it.
+# `saturated` is never called for by TTFT alone.
 FORCED = (
     "PoaController.tick_s=0.1",
     "PoaController.regime={unit: seconds, theta1: 1.0e-6, theta2: 2.0e-6, confirm_s: 0.2, dwell_s: 0.3, "

@@ -22,12 +22,14 @@ from dynamo_poa.values import CacheSignal, Regime, Role
 
 pytestmark = [pytest.mark.dynamo, pytest.mark.asyncio(loop_scope="module")]
 
+# Any load at all changes the regime, and with it the policy's ω.
+MOVING = (*FORCED, "PoaController.policy={transition: [0.8, 0.1]}")
 SIZES = "its KV block size is {size}, Common.block_size = 16"
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def graph() -> AsyncIterator[LiveGraph]:
-    """2 prefill and 2 decode workers; any load at all is saturation, so that ω would be moved."""
+    """2 prefill and 2 decode workers; any load at all would move ω."""
     overrides = (
         "PrefillWorker.workers=2",
         "PrefillWorker.per_process=2",
@@ -37,7 +39,7 @@ async def graph() -> AsyncIterator[LiveGraph]:
         f"DecodeWorker.args={MOCK_ARGS}",
         "PoaRouter.min_prefill_workers=2",
         "PoaRouter.min_decode_workers=2",
-        *FORCED,
+        *MOVING,
     )
     async with live_graph("disagg", *overrides) as running:
         yield running
@@ -61,7 +63,7 @@ async def test_prompts_under_a_block_are_no_cache_signal(graph: LiveGraph) -> No
     async with graph.load(12, prompt_tokens=10, max_tokens=4) as results:
         await graph.until(
             lambda record: (
-                record.regime is Regime.SATURATED
+                record.regime is Regime.TRANSITION
                 and record.router_temperature == 0.8
                 and record.cache_signal is CacheSignal.ABSENT
             ),
@@ -142,7 +144,7 @@ async def test_without_prefix_caching_there_is_no_cache_signal() -> None:
         "Worker.workers=2",
         "Worker.per_process=2",
         "Worker.args={speedup-ratio: 5, num-gpu-blocks-override: 2048, no-enable-prefix-caching: true}",
-        *FORCED,
+        *MOVING,
     )
     async with live_graph("agg", *overrides) as graph:
         async with graph.load(8, prompt_tokens=96, max_tokens=4, templates=60, shared_frac=0.7):

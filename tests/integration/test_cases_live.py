@@ -49,10 +49,9 @@ async def test_idleness_is_neither_saturation_nor_nan() -> None:
     async with live_graph("disagg", *overrides) as graph:
         assert graph.latest.regime is Regime.BELOW
         async with graph.load(16, max_tokens=4):
-            await graph.until(lambda record: record.regime is Regime.SATURATED, 15)
-            # One prefill worker: nobody differs in overlap, so it is τ that moves (E6).
+            await graph.until(lambda record: record.regime is Regime.TRANSITION, 15)
             await graph.metrics_until(
-                "router", lambda samples: samples["poa_router_router_temperature"] == 0.8
+                "router", lambda samples: samples["poa_router_router_temperature"] == 0.7
             )
             await graph.metrics("controller")
         took_s = await graph.until(
@@ -62,7 +61,7 @@ async def test_idleness_is_neither_saturation_nor_nan() -> None:
             ),
             10,
         )
-        assert took_s < 6  # idle_s, then two steps a dwell apart
+        assert took_s < 6  # idle_s, then a step
         await graph.until(lambda record: record.ttft_samples == 0)
         samples = await graph.metrics("controller")
         assert (samples['poa_regime{regime="below"}'], samples["poa_ttft_samples"]) == (1, 0)

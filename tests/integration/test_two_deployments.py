@@ -30,7 +30,7 @@ CONFIG = ControllerConfig(
     regime=RegimeConfig(baseline_s=0.1, confirm_s=0.5, dwell_s=0.5, window_s=1.0, min_samples=5),
 )
 PERIOD_S = 0.1
-RUN_S = 2.5
+RUN_S = 2.0
 
 
 class Deployment:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from dynamo_poa.bus import Bus
 from dynamo_poa.clock import SystemClock
 from dynamo_poa.config import CommonConfig, ControllerConfig
+from dynamo_poa.controller_metrics import ControllerMetrics
 from dynamo_poa.controller_process import listen
 from dynamo_poa.decisions import DecisionLog
 from dynamo_poa.fleet import Fleet
@@ -16,7 +17,7 @@ from dynamo_poa.loop import ControlLoop
 from dynamo_poa.params import ParamsPublisher
 from dynamo_poa.policies import make_policy
 from dynamo_poa.pricing import Pricer
-from dynamo_poa.telemetry import BusSink, ControllerMetrics, MetricsServer, TelemetryRecord
+from dynamo_poa.telemetry import BusSink, MetricsServer, TelemetryRecord
 from dynamo_poa.tick import Settings
 from dynamo_poa.values import WorkerCard
 

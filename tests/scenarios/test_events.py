@@ -11,8 +11,9 @@ from exposition import samples_of
 from prometheus_client import generate_latest
 from simulated_graph import Graph, ticking
 
+from dynamo_poa.controller_metrics import ControllerMetrics
 from dynamo_poa.params import encode_params
-from dynamo_poa.telemetry import ControllerMetrics, LogSink, configure_logging
+from dynamo_poa.telemetry import LogSink, configure_logging
 from dynamo_poa.values import Regime, Role
 from dynamo_poa.wire import Chosen, DecisionBatch, FirstToken
 
@@ -128,7 +129,7 @@ async def test_clocks_apart_and_absurd_durations_leave_the_estimate_as_it_is():
         skews = {value for name, value in samples.items() if name.startswith("poa_publisher_skew_seconds")}
         assert skews == ({30.0, -30.0, -300.0} if broken else {0.0})
         dropped = events.graph.last.messages_dropped
-        assert dropped == ({"impossible_value": 10} if broken else {})
+        assert dropped == ({"impossible_value": 10, "passes_unmeasured": 5} if broken else {})
         assert events.graph.last.failed_ticks == 0
         assert events.graph.last.tick == 2 + 60 * 4
         estimates.append(events.graph.last.poa_hat)
