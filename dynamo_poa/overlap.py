@@ -19,12 +19,18 @@ PRESENT_FRAC = 0.05  # workers that differ more rarely are nothing that ω could
 
 
 class _Seen(NamedTuple):
-    """One decision; `differs` is None where the workers' loads were not recorded."""
+    """One decision."""
 
     at_s: float
     prompt_tokens: int
     cached_tokens: int
-    differs: bool | None
+
+
+class _Recorded(NamedTuple):
+    """One decision whose workers' loads were recorded: whether they differ in what they hold."""
+
+    at_s: float
+    differs: bool
 
 
 class OverlapWindow:
@@ -33,25 +39,24 @@ class OverlapWindow:
     def __init__(self, window: int, block_size: int) -> None:
         self._block_size = block_size
         self._seen: deque[_Seen] = deque(maxlen=window)
+        self._recorded: deque[_Recorded] = deque(maxlen=window)  # under load most decisions are not
 
     def add(self, event: Chosen, at_s: float) -> None:
         """Take in one decision."""
         if event.role is Role.DECODE:
             return
-        uncached = [min(c.uncached_tokens, event.prompt_tokens) for c in event.candidates]
-        self._seen.append(
-            _Seen(
-                at_s,
-                event.prompt_tokens,
-                min(event.cached_tokens, event.prompt_tokens),
-                max(uncached) - min(uncached) >= self._block_size if uncached else None,
-            )
-        )
+        cached_tokens = min(event.cached_tokens, event.prompt_tokens)
+        self._seen.append(_Seen(at_s, event.prompt_tokens, cached_tokens))
+        if event.candidates:
+            uncached = [min(c.uncached_tokens, event.prompt_tokens) for c in event.candidates]
+            self._recorded.append(_Recorded(at_s, max(uncached) - min(uncached) >= self._block_size))
 
     def forget(self, before_s: float) -> None:
         """Let go of decisions from before an instant."""
         while self._seen and self._seen[0].at_s < before_s:
             self._seen.popleft()
+        while self._recorded and self._recorded[0].at_s < before_s:
+            self._recorded.popleft()
 
     def view(self) -> CacheView:
         """Return what the window shows.
@@ -60,7 +65,7 @@ class OverlapWindow:
         what comes between looks like a difference (measured: in over 5 % of decisions at 8 requests at once).
         What the chosen worker holds is exact.
         """
-        recorded = [seen.differs for seen in self._seen if seen.differs is not None]
+        recorded = [decision.differs for decision in self._recorded]
         cached_tokens = sum(seen.cached_tokens for seen in self._seen)
         if len(recorded) < MIN_RECORDED:
             signal = CacheSignal.UNKNOWN

@@ -80,3 +80,9 @@ def test_the_window_is_bounded_and_forgets() -> None:
     assert overlaps.view().signal is CacheSignal.ABSENT
     overlaps.forget(201.0 - MIN_RECORDED)
     assert overlaps.view().signal is CacheSignal.UNKNOWN
+
+
+def test_unrecorded_decisions_do_not_crowd_out_the_recorded_ones() -> None:
+    """Under load most decisions come without candidates (`candidates_per_s`): the signal stays known."""
+    events = [chosen(768, 768), *[chosen()] * 9] * MIN_RECORDED
+    assert view_of(*events, window=64).signal is CacheSignal.ABSENT

@@ -9,7 +9,7 @@ from dynamo_poa.bench.demo import Phase, run
 
 pytestmark = pytest.mark.dynamo
 
-PHASES = (Phase("calm", 3, 3), Phase("peak", 12, 3), Phase("calm again", 3, 3))
+PHASES = (Phase("calm", 3, 3), Phase("peak", 12, 12), Phase("calm again", 3, 3))
 
 
 def test_the_demo_writes_what_it_saw(tmp_path: Path) -> None:
@@ -26,7 +26,7 @@ def test_the_demo_writes_what_it_saw(tmp_path: Path) -> None:
         assert phase["requests"] > 0
         assert 0 < phase["ttft_p50_s"] <= phase["ttft_p99_s"] < 30
         assert phase["throughput_rps"] > 0
-        assert phase["poa_hat"] is None or 0.5 < phase["poa_hat"] < 50  # `frozen` can fall under 1
+        assert phase["poa_hat"] is None or 1 <= phase["poa_hat"] < 50
         assert phase["regime"] in ("below", "transition", "saturated")
         assert (phase["router_temperature"], phase["overlap_weight"]) != (None, None)
-    assert written["phases"][-1]["poa_hat"] is not None
+    assert written["phases"][-1]["poa_hat"] is not None  # 8 snapshots need 8 s of load
