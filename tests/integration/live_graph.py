@@ -90,6 +90,7 @@ class LiveGraph:
         self.passes: list[tuple[str, ForwardPass]] = []
         self.counters: dict[tuple[int, int], list[int]] = {}
         self.booked: dict[tuple[int, int, int], int] = {}
+        self._booked_at: dict[tuple[int, int, int], int] = {}  # sequence of its message
         self.undecodable = 0
         host, _, port = running.http_url.removeprefix("http://").partition(":")
         self.client = LoadClient(host, int(port), MODEL, clock=CLOCK, timeout_s=30)
@@ -326,7 +327,11 @@ class LiveGraph:
             if body.prefill_requests or body.decode_requests:
                 self.passes.append((message.component, body))
         elif isinstance(body, KvMetrics) and body.active_decode_blocks is not None:
-            self.booked[message.publisher_id, body.worker_id, body.dp_rank] = body.active_decode_blocks
+            # Measured: a router's messages may arrive out of order.
+            of = (message.publisher_id, body.worker_id, body.dp_rank)
+            if message.sequence > self._booked_at.get(of, -1):
+                self._booked_at[of] = message.sequence
+                self.booked[of] = body.active_decode_blocks
 
 
 def _serves_nothing(samples: dict[str, float]) -> bool:
