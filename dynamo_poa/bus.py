@@ -40,6 +40,7 @@ CLIENT_BUFFER_BYTES = 2 * OUTBOUND_BYTES  # nats-py's own bound: out of reach
 # ahead of slow handling, so an overload ends in a counted drop here rather than in the server holding back
 # the publishers and cutting us off. Fast handling gets through one read (up to 256 KiB) in a turn.
 TURN_S = 0.002
+PAUSE_S = 0.0005  # between two messages: longer than handling one takes
 
 KV_HISTORY = 8
 KV_VALUE_BYTES = 64 * 1024
@@ -140,17 +141,26 @@ class Bus:
         *,
         pending_messages: int = PENDING_MESSAGES,
         pending_bytes: int = PENDING_BYTES,
+        gather_s: float = 0.0,
     ) -> None:
-        """Call `handler(subject, data)` for each message, in order, from now on and on every connection."""
+        """Call `handler(subject, data)` for each message, in order, from now on and on every connection.
+
+        Args:  gather_s: a message that comes after a pause waits so long for others: waking up for each of
+               many costs more than handling it. A stream without pauses never waits.
+        """
         now_s = self._clock.monotonic_s
-        turn_ends_at_s = 0.0
+        turn_ends_at_s = handled_at_s = 0.0
 
         async def on_message(msg: Any) -> None:
-            nonlocal turn_ends_at_s
+            nonlocal turn_ends_at_s, handled_at_s
+            if gather_s and now_s() - handled_at_s > PAUSE_S:
+                await self._clock.sleep(gather_s)
             self._hand_over(subject, handler, msg.subject, msg.data)
-            if now_s() >= turn_ends_at_s:
+            handled_at_s = now_s()
+            if handled_at_s >= turn_ends_at_s:
                 await asyncio.sleep(0)  # noqa: TID251  gives way, does not wait
-                turn_ends_at_s = now_s() + TURN_S
+                handled_at_s = now_s()
+                turn_ends_at_s = handled_at_s + TURN_S
 
         self._add(_Interest(subject, on_message, pending_messages, pending_bytes))
 

@@ -40,6 +40,7 @@ log = structlog.get_logger()
 
 BUS_WAIT_S = 10.0  # between two lines that say so
 MAX_SAID = 16  # other controllers named; a predecessor's last heartbeat may be one
+GATHER_S = 0.05  # a tick is 0.25 s, so messages need not be looked at one by one
 SCRAPE_TIMEOUT_S = 2.0
 # A frontend that has not answered for so long says nothing of what is in flight.
 SCRAPE_MAX_AGE_S = 5.0
@@ -226,7 +227,9 @@ def listen(
 
     for over, topic in ((bus, FORWARD_PASS_METRICS), (bus, KV_METRICS), (caches, KV_EVENTS)):
         for namespace in filter(None, (common.worker_namespace, exposed)):
-            over.subscribe(f"namespace.{namespace}.component.*.endpoint.*.{topic}", on_event)
+            over.subscribe(
+                f"namespace.{namespace}.component.*.endpoint.*.{topic}", on_event, gather_s=GATHER_S
+            )
     bus.subscribe(
         subject(common.namespace, "decisions"),
         lambda _, data: decisions.receive(data, clock.monotonic_s()),

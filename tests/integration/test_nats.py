@@ -261,3 +261,16 @@ async def test_a_server_without_jetstream_is_told_apart(tmp_path: Path) -> None:
                 await bus.kv_get("poa_test", "params")
             with pytest.raises(BusError, match="write of poa_test/params: JetStream is not enabled"):
                 await bus.kv_put("poa_test", "params", b"")
+
+
+async def test_gathered_messages_come_in_order_and_soon(nats_server: NatsServer) -> None:
+    """A subscription that gathers wakes up once for many; none is lost, and a single one is not kept."""
+    taken: list[int] = []
+    async with bus_at(nats_server.url) as bus:
+        bus.subscribe("numbers", lambda _, data: taken.append(int(data)), gather_s=0.05)
+        for number in range(500):
+            await publish_when_connected(bus, "numbers", str(number).encode())
+        await eventually(lambda: len(taken) == 500)
+        await publish_when_connected(bus, "numbers", b"500")
+        await eventually(lambda: len(taken) == 501)
+    assert taken == list(range(501))
