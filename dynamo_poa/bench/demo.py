@@ -58,9 +58,9 @@ class Phase(NamedTuple):
 
 PHASES = (
     Phase("calm", 6, 18),
-    Phase("rising", 22, 18),
+    Phase("rising", 18, 18),
     Phase("peak", 72, 22),
-    Phase("falling", 22, 16),
+    Phase("falling", 8, 16),
     Phase("calm again", 6, 18),
 )
 
