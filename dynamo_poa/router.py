@@ -23,6 +23,7 @@ import structlog
 
 from dynamo_poa.avoid import AvoidList
 from dynamo_poa.clock import Clock
+from dynamo_poa.complaints import Complaints
 from dynamo_poa.config import RouterConfig
 from dynamo_poa.errors import PoaError, RequestShed, WorkerUnreachable
 from dynamo_poa.handover import Handovers
@@ -41,7 +42,6 @@ from dynamo_poa.wire import Chosen, DecisionEvent, Ended, FirstToken, Handover
 log = structlog.get_logger(__name__)
 
 ATTEMPTS = 2  # the first and one retry
-COMPLAINT_S = 1.0
 PICKS = 32  # draws among all workers until one comes up that is not avoided
 # A decode worker that says so could not reach the prefill worker, which the prefill leg finds out by itself.
 # Source: measured, mock engine; make soak: taken for unreachable, live decode workers were avoided.
@@ -196,7 +196,7 @@ class Leg:
         self._params, self._events, self._directory = params, events, directory
         self._handovers, self._avoid, self._stats = handovers, avoid, stats
         self._clock, self._sampler = clock, Sampler(config.candidates_per_s, clock)
-        self._complained_at_s, self._unsaid = float("-inf"), 0
+        self._complaints = Complaints(clock)
 
     async def generate(self, request: dict[str, Any], context: Any) -> AsyncIterator[Any]:
         """Serve one leg of one request: Dynamo's endpoint handler (its second argument must be `context`)."""
@@ -247,7 +247,10 @@ class Leg:
             if account.outcome is Outcome.FAILED and context.is_stopped():
                 account.outcome = Outcome.CANCELLED
             if account.outcome is Outcome.FAILED:
-                self._complain(trip, str(sys.exception() or "the engine reported an error"))
+                error = str(sys.exception() or "the engine reported an error")
+                self._complaints.say(
+                    "poa.request.failed", request_id=trip.request_id, role=self._role, error=error
+                )
             _run_on(loop, functools.partial(trip.end, account.outcome, orphan_check))
 
     def _watch_for_orphan(self, trip: "_Trip", context: Any) -> asyncio.TimerHandle | None:
@@ -261,21 +264,6 @@ class Leg:
                 context.stop_generating()
 
         return asyncio.get_running_loop().call_later(HANDOVER_TIMEOUT_S, check)
-
-    def _complain(self, trip: "_Trip", error: str) -> None:
-        """Log a failed request, once a second at most: an outage must not become a flood of lines."""
-        now_s = self._clock.monotonic_s()
-        if now_s - self._complained_at_s < COMPLAINT_S:
-            self._unsaid += 1
-            return
-        log.warning(
-            "poa.request.failed",
-            request_id=trip.request_id,
-            role=self._role,
-            error=error,
-            more=self._unsaid,
-        )
-        self._complained_at_s, self._unsaid = now_s, 0
 
     async def _start(self, trip: "_Trip", context: Any, send: Send[T]) -> T:
         """Choose and send; after a refused connection once more, on another worker."""
