@@ -104,6 +104,18 @@ async def test_an_empty_prompt_never_reaches_the_kv_router() -> None:
     assert bench.outcome() is Outcome.FAILED
 
 
+async def test_an_outage_is_a_line_a_second_and_not_a_flood() -> None:
+    """What was not said is counted in the next line."""
+    bench = Bench()
+    with capture_logs() as lines:
+        for pause_s in (0.0, 0.0, 0.0, 1.0):
+            await bench.clock.advance(pause_s)
+            with pytest.raises(RequestRefused):
+                await anext(bench.generate(token_ids=[]))
+    failed = [line["more"] for line in lines if line["event"] == "poa.request.failed"]
+    assert failed == [0, 2]
+
+
 async def test_a_refused_connection_costs_one_retry_on_another_worker() -> None:
     """The dead worker is avoided from then on, and both bookings end."""
     bench = Bench()
