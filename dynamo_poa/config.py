@@ -236,7 +236,7 @@ class RouterConfig(Section, frozen=True, kw_only=True):
     candidates_per_s: Annotated[
         float,
         Knob(
-            "decisions a second and leg that are recorded with every worker's load, which PoA-hat is computed from; it adds to a request's cost; 0 records none",
+            "decisions a second and leg that are recorded with every worker's load and cache, which misses and the paper's PoA-hat are computed from; it adds to a request's cost; 0 records none",
             low=0,
             high=100_000,
         ),
