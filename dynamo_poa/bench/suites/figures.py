@@ -1,0 +1,69 @@
+"""What a run's requests amount to: latencies, throughput, the share of the prompt that was cached.
+
+Owns: the figures of a Result that come from its requests, of both engines by the same arithmetic.
+Does not own: how a request was timed (replayed.py, live_client.py).
+Invariant: a request that failed counts as failed and in nothing else; nothing is NaN, what is not known is absent.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import msgspec
+import numpy as np
+
+from dynamo_poa.bench.report import MeasurementError
+
+
+class Served(msgspec.Struct, frozen=True, kw_only=True):
+    """One request and how it fared.
+
+    ttft_s, e2e_s:  from when it was sent, or in an open loop from when it was due
+    itl_s:          mean time between its tokens, (e2e - ttft) / (output_tokens - 1); None of a single token.
+                    The simulator tells no more, so this is what both engines report.
+    cached_tokens:  of the prompt, not computed again; None where nobody told
+    """
+
+    ttft_s: float
+    itl_s: float | None
+    e2e_s: float
+    output_tokens: int
+    input_tokens: int
+    cached_tokens: int | None = None
+    ok: bool = True
+
+
+def figures_of(requests: Sequence[Served], seconds: float) -> dict[str, float]:
+    """Return the figures by name: means, medians and P99 in seconds, rates per second, counts.
+
+        throughput_rps = answered / seconds        cached_frac = cached_tokens / their input_tokens
+
+    Quantiles are over requests, interpolated between the two nearest.
+
+    Args:     seconds: from the first request due to the last one ended.
+    Raises:   MeasurementError when none was answered or no time passed: there is nothing to report.
+    """
+    answered = [request for request in requests if request.ok]
+    if not answered or seconds <= 0:
+        raise MeasurementError(f"{len(answered)} of {len(requests)} requests answered in {seconds:g} s")
+    figures = _spread("ttft", (request.ttft_s for request in answered))
+    figures |= _spread("itl", (request.itl_s for request in answered if request.itl_s is not None))
+    figures |= _spread("e2e", (request.e2e_s for request in answered))
+    figures["throughput_rps"] = len(answered) / seconds
+    figures["output_tokens_per_s"] = sum(request.output_tokens for request in answered) / seconds
+    told = [(r.cached_tokens, r.input_tokens) for r in answered if r.cached_tokens is not None]
+    if told:
+        figures["cached_frac"] = sum(cached for cached, _ in told) / sum(tokens for _, tokens in told)
+    figures["requests"] = float(len(answered))
+    figures["failed"] = float(len(requests) - len(answered))
+    return figures
+
+
+def _spread(name: str, values_s: Iterable[float]) -> dict[str, float]:
+    values = np.fromiter(values_s, dtype=np.float64)
+    if not values.size:
+        return {}
+    p50_s, p99_s = np.percentile(values, (50, 99))
+    return {
+        f"{name}_mean_s": float(values.mean()),
+        f"{name}_p50_s": float(p50_s),
+        f"{name}_p99_s": float(p99_s),
+    }
