@@ -2,7 +2,7 @@
 
 Owns: the figures of a Result that come from its requests, of both engines by the same arithmetic.
 Does not own: how a request was timed (replayed.py, live_client.py).
-Invariant: a request that failed counts as failed and in nothing else; nothing is NaN, what is not known is absent.
+Invariant: a request that failed counts as failed and in nothing else; what is not known is absent, never NaN.
 """
 
 from collections.abc import Iterable, Sequence
