@@ -1,4 +1,4 @@
-"""Everything that is Dynamo's: choosing a worker, booking it, sending to it, being registered.
+"""Everything that is Dynamo's: choosing a worker, booking it, sending to it, being registered, its simulator.
 
 Owns: the only imports of `dynamo` in this package; override keys per Dynamo version; the mapping of
       Dynamo's plain exceptions to ours.
@@ -13,7 +13,8 @@ import functools
 import importlib.metadata
 import json
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -29,11 +30,13 @@ from dynamo.llm import (
     WorkerType,
     register_model,
 )
+from dynamo.mocker import MockEngineArgs
+from dynamo.replay import run_trace_replay
 from dynamo.runtime import DistributedRuntime
 
 from dynamo_poa.clock import Clock
 from dynamo_poa.config import CommonConfig, RouterConfig
-from dynamo_poa.errors import ConfigError, RequestShed, WireError, WorkerUnreachable
+from dynamo_poa.errors import ConfigError, ReplayError, RequestShed, WireError, WorkerUnreachable
 from dynamo_poa.values import Address, Booked, Candidate, Role, RouterParams, WorkerCard, WorkerKey
 from dynamo_poa.wire import MAX_CANDIDATES, card_from_mdc
 
@@ -454,3 +457,42 @@ async def leave(endpoints: list[Any]) -> None:
     for error in left:
         if isinstance(error, Exception):  # discovery is away: the frontend finds out by itself
             log.warning("poa.endpoint.unregistered", error=str(error))
+
+
+def replay_trace(
+    trace: Path,
+    records: Path,
+    *,
+    trace_block_tokens: int,
+    workers: Mapping[Role, int],
+    engine: Mapping[str, Any],
+    router: Mapping[str, float] | None,
+    users: int | None,
+) -> None:
+    """Run a trace through Dynamo's simulator, in virtual time, and write a JSON record of each request.
+
+    Two runs of the same differ a little: the router breaks ties and draws by chance, without a seed.
+
+    Args:     trace: Mooncake JSONL.  workers: either aggregated ones or prefill and decode.
+              engine: MockEngineArgs of every worker.  router: KvRouterConfig's values; None: round-robin.
+              users: of a closed loop; None: the trace's own times.
+    Raises:   ReplayError with what Dynamo said.
+    """
+    try:
+        args = {role: MockEngineArgs(**engine, worker_type=role.value) for role in workers}
+        run_trace_replay(
+            trace,
+            extra_engine_args=args.get(Role.AGGREGATED),
+            prefill_engine_args=args.get(Role.PREFILL),
+            decode_engine_args=args.get(Role.DECODE),
+            num_workers=workers.get(Role.AGGREGATED, 1),
+            num_prefill_workers=workers.get(Role.PREFILL, 1),
+            num_decode_workers=workers.get(Role.DECODE, 1),
+            router_mode="round_robin" if router is None else "kv_router",
+            router_config=None if router is None else KvRouterConfig(**router),
+            replay_concurrency=users,
+            trace_block_size=trace_block_tokens,
+            report_jsonl_path=records,
+        )
+    except Exception as error:  # Dynamo raises plain Exception, whatever is wrong
+        raise ReplayError(str(error)) from error

@@ -78,6 +78,10 @@ class RecordingError(PoaError):
     """Stop: a recording cannot be written, or a file is none. The message names the file."""
 
 
+class ReplayError(PoaError):
+    """Mark the run as failed: Dynamo's simulator did not carry it through. The message is what it said."""
+
+
 class StaleDataError(PoaError):
     """Hold the last parameters: what would be decided on is too old."""
 
