@@ -1,9 +1,11 @@
 """What a suite consists of: cells, each one policy on one fleet under one workload, and what each found.
 
-Owns: the values that suites, engines, store, statistics and reports exchange; a cell's id; that no figure is NaN.
+Owns: the values that suites, engines, store, statistics and reports exchange; a cell's id; that no figure is
+      NaN.
 Does not own: which cells a suite has (catalogue.py), how one is run (replayed.py, live.py).
 Invariant: cells that differ in nothing but their policy are paired: same fleet, workload, load and seed. A
-           result's figures are finite numbers in seconds, requests and shares; what was not measured is absent.
+           result's figures are finite numbers in seconds, requests and shares; what was not measured is
+           absent.
 """
 
 import hashlib
@@ -117,7 +119,10 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def id(self) -> str:
         """Return the same few letters for the same cell, now and after a restart."""
-        return hashlib.sha256(msgspec.json.encode(self, order="sorted")).hexdigest()[:16]
+        as_read = msgspec.json.decode(
+            msgspec.json.encode(self), type=Cell
+        )  # 1 is then 1.0 where a float is due
+        return hashlib.sha256(msgspec.json.encode(as_read, order="sorted")).hexdigest()[:16]
 
     @property
     def group(self) -> str:
@@ -142,8 +147,8 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
     state:    `void`: the processors were what limited; `failed`: there are no figures; each with a reason
     figures:  ttft_mean_s, ttft_p50_s, ttft_p99_s, itl_mean_s, itl_p50_s, itl_p99_s, e2e_mean_s, e2e_p50_s,
-              e2e_p99_s, throughput_rps, output_tokens_per_s, cached_frac, requests, failed; where known poa_hat,
-              poa_low, poa_high, poa_frozen; in phases the same with `<phase>.` before them
+              e2e_p99_s, throughput_rps, output_tokens_per_s, cached_frac, requests, failed; where known
+              poa_hat, poa_low, poa_high, poa_frozen; in phases the same with `<phase>.` before them
     picks:    requests by worker, such as `prefill-0`
     health:   of the bench itself: busy_frac, own_frac, client_frac, send_lag_p99_s, `cpu.<process>` (cores)
     """
@@ -174,7 +179,11 @@ class NotANumber(PoaError):
 
 
 class Stamp(msgspec.Struct, frozen=True, kw_only=True):
-    """What a file of results opens with."""
+    """What a file of results opens with.
+
+    only:  words that chose some of the suite's cells; empty: all of them
+    cells: that were asked for
+    """
 
     suite: str
     machine: Machine
@@ -182,3 +191,4 @@ class Stamp(msgspec.Struct, frozen=True, kw_only=True):
     seeds: tuple[int, ...]
     cells: int
     started_at: str
+    only: tuple[str, ...] = ()
