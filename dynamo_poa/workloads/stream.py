@@ -16,7 +16,7 @@ import msgspec
 
 from dynamo_poa.errors import ConfigError
 from dynamo_poa.workloads import trace
-from dynamo_poa.workloads.arrivals import Closed, Load, Open, TraceTimes, instants, respaced
+from dynamo_poa.workloads.arrivals import Closed, Load, TraceTimes, instants, respaced
 from dynamo_poa.workloads.request import Request
 from dynamo_poa.workloads.synthetic import Blocks, Content, Mixed, Single, Trace, Turns, mean_turns
 from dynamo_poa.workloads.synthetic import sessions as _sessions_of
@@ -45,19 +45,17 @@ def requests(content: Content, load: Load, seed: int, block_tokens: int, phase: 
     """
     if isinstance(load, Closed):
         return itertools.chain.from_iterable(sessions(content, seed, block_tokens, phase))
-    problems = _problems(seed, phase)
-    if isinstance(load, TraceTimes) and not isinstance(content, Trace):
-        problems.append(f"load = {load.text!r}: must have a trace as content, not {content.name!r}")
-    if problems:
-        raise ConfigError(problems)
+    _check(seed, phase)
     rng = _rng(seed, phase, "arrivals")
+    if isinstance(load, TraceTimes):
+        if not isinstance(content, Trace):
+            raise ConfigError([f"load = {load.text!r}: must have a trace as content, not {content.name!r}"])
+        rows, ahead = itertools.tee(_trace(content, seed))  # ahead by the requests of one instant
+        return _timed(rows, respaced((row.at_s or 0.0 for row in ahead), load, rng))
     if isinstance(content, Trace):
-        rows = _trace(content, seed)
-        if not isinstance(load, TraceTimes):
-            return _timed(rows, instants(load, rng))
-        return _timed(rows, respaced((row.at_s or 0.0 for row in _trace(content, seed)), load, rng))
-    assert not isinstance(load, TraceTimes)
-    return _open(content, load, rng, seed, block_tokens, phase)
+        return _timed(_trace(content, seed), instants(load, rng))
+    tenants = _tenants(content, seed, block_tokens, phase)
+    return _open(tenants, instants(load, rng), _rng(seed, phase, "tenants"))
 
 
 def sessions(content: Content, seed: int, block_tokens: int, phase: int = 0) -> Iterator[Turns]:
@@ -65,9 +63,7 @@ def sessions(content: Content, seed: int, block_tokens: int, phase: int = 0) -> 
 
     Raises:   ConfigError, at once, on a seed out of bounds and on a bad trace.
     """
-    problems = _problems(seed, phase)
-    if problems:
-        raise ConfigError(problems)
+    _check(seed, phase)
     if isinstance(content, Trace):
         return ((msgspec.structs.replace(row, at_s=None),) for row in _trace(content, seed))
     tenants = _tenants(content, seed, block_tokens, phase)
@@ -119,12 +115,8 @@ def _tenants(content: Single | Mixed, seed: int, block_tokens: int, phase: int) 
     ]
 
 
-def _open(
-    content: Single | Mixed, load: Open, rng: random.Random, seed: int, block_tokens: int, phase: int
-) -> Iterator[Request]:
-    tenants = _tenants(content, seed, block_tokens, phase)
-    chance = _rng(seed, phase, "tenants")
-    for at_s in instants(load, rng):
+def _open(tenants: list[_Tenant], times_s: Iterator[float], chance: random.Random) -> Iterator[Request]:
+    for at_s in times_s:
         tenant = tenants[-1] if chance.random() >= tenants[0].frac else tenants[0]
         yield tenant.next(at_s)
 
@@ -156,8 +148,8 @@ def _rng(seed: int, phase: int, purpose: str) -> random.Random:
     return random.Random(f"{seed}/{phase}/{purpose}")  # seeded by a digest: the same in every process
 
 
-def _problems(seed: int, phase: int) -> list[str]:
+def _check(seed: int, phase: int) -> None:
     bounds = (("seed", seed, MAX_SEED), ("phase", phase, MAX_PHASE))
-    return [
-        f"{key} = {value!r}: must be in [0, {most}]" for key, value, most in bounds if not 0 <= value <= most
-    ]
+    problems = [f"{key} = {at!r}: must be in [0, {most}]" for key, at, most in bounds if not 0 <= at <= most]
+    if problems:
+        raise ConfigError(problems)

@@ -5,7 +5,8 @@ Does not own: arrival times as a load wants them (arrivals.py), which half is as
 Invariant: a line is taken as it is or not at all; nothing is taken from a file with more than `MAX_BAD_FRAC`
            bad lines. Ids are numbered anew in order of appearance, so any integers will do.
 Source: kvcache-ai/Mooncake: {"timestamp": ms, "input_length": tokens, "output_length": tokens,
-        "hash_ids": one for each 512 tokens begun}.
+        "hash_ids": one for each 512 tokens begun}. "session_id" and "delay" (ms) are Dynamo's addition;
+        measured: `replay_concurrency` gives a session to one user, times without them are taken as they are.
 """
 
 from collections.abc import Iterable, Iterator
@@ -93,7 +94,9 @@ def read(path: str | Path, block_tokens: int = 512, first_id: int = 0) -> Iterat
 def write_mooncake(requests: Iterable[Request], block_tokens: int, path: str | Path) -> int:
     """Write the requests, which must end, for a replay; return how many.
 
-    Ids are numbered anew from 0. Without arrival times (a closed loop) every line has time 0.
+    Ids are numbered anew from 0. Without arrival times (a closed loop) the turns of a session are given as
+    one: the simulator's user has all of them, each so long after the answer before it as the user thinks.
+    With them every line stands alone: the simulator does not make a turn wait for the answer before it.
 
     Args:    block_tokens: that each of their ids stands for.
     Raises:  ConfigError when a request has another number of blocks than its tokens need.
@@ -104,13 +107,16 @@ def write_mooncake(requests: Iterable[Request], block_tokens: int, path: str | P
         for request in requests:
             if problem := _blocks_problem(len(request.blocks), request.input_tokens, block_tokens):
                 raise ConfigError([f"request {count}: {problem}"])
-            row = Row(
-                timestamp=round((request.at_s or 0.0) * 1000, 3),
-                input_length=request.input_tokens,
-                output_length=request.output_tokens,
-                hash_ids=[ids.setdefault(block, len(ids)) for block in request.blocks],
-            )
-            file.write(_ENCODER.encode(row) + b"\n")
+            line: dict[str, object] = {
+                "input_length": request.input_tokens,
+                "output_length": request.output_tokens,
+                "hash_ids": [ids.setdefault(block, len(ids)) for block in request.blocks],
+            }
+            if request.at_s is not None:
+                line["timestamp"] = round(request.at_s * 1000, 3)
+            elif request.session >= 0:
+                line |= {"session_id": str(request.session), "delay": round(request.think_s * 1000, 3)}
+            file.write(_ENCODER.encode(line) + b"\n")
             count += 1
     return count
 
