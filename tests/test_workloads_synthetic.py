@@ -98,7 +98,7 @@ def test_the_long_tails_lengths_are_lognormal_below_their_maxima(seed):
 
 
 def test_a_session_grows_by_its_answer_and_the_next_question():
-    """System 20, question 30, answer 14 tokens in blocks of 16: 50, 94, 138 ... and each goes on from the last."""
+    """System 20, question 30, answer 14 tokens in blocks of 16: 50, 94, 138 ... going on from the last."""
     content = MultiTurn(mean_turns=3, system_tokens=20, question_tokens=30, output_tokens=14)
     source = sessions(content, random.Random(3), Blocks(3, 0), 16)
     turns = next(session for session in source if len(session) == 5)

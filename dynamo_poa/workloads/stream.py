@@ -40,7 +40,8 @@ def requests(content: Content, load: Load, seed: int, block_tokens: int, phase: 
     the turns of a session stand together: a user is to have all of them (`sessions` gives them so).
 
     Args:     block_tokens: of the workers' blocks.
-              phase: another one asks new things under the same prefixes, for a load that changes.
+              phase: another one asks new things under the same prefixes: for a load that changes, or workers
+                     that have answered this seed before and would find its prompts in their caches.
     Raises:   ConfigError, at once: a seed out of bounds, trace times without a trace, a bad trace.
     """
     if isinstance(load, Closed):

@@ -65,7 +65,7 @@ def survey(path: str | Path, block_tokens: int = 512) -> Survey:
             if len(shown) < SHOWN_LINES:
                 shown.append(f"{path}:{number}: {row}")
     if bad > MAX_BAD_FRAC * (good + bad):
-        share = f"{bad} of {good + bad} lines are bad ({bad / (good + bad):.1%})"
+        share = f"{bad} of {good + bad} lines are bad ({bad / (good + bad):.2%})"
         raise ConfigError([f"trace {path}: {share}: must be <= {MAX_BAD_FRAC:.0%}", *shown])
     if not good:
         raise ConfigError([f"trace {path}: holds no request: must hold one at least"])
