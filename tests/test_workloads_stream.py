@@ -107,6 +107,21 @@ def test_a_phase_asks_new_things_under_the_same_prefixes():
     assert [one.at_s for one in first] != [one.at_s for one in second]
 
 
+@pytest.mark.parametrize("phase", range(1, 6))
+def test_a_tenants_prefixes_are_its_own_whoever_asks_first(phase):
+    """Found in review: taken with the first request, they went to the tenant that chance let ask first."""
+    content = Mixed(first=Paper(), second=Zipf(prefixes=3), second_frac=0.5)
+
+    def prefixes(found, tenant):
+        return {one.blocks[0] for one in found if one.tenant == tenant}
+
+    for name, count in (("first", 5), ("second", 3)):
+        known = prefixes(some(content, OPEN), name)
+        assert len(known) == count
+        assert prefixes(some(content, OPEN, phase=phase), name) == known
+        assert prefixes(some(content, Closed(users=1), phase=phase), name) == known
+
+
 @pytest.mark.parametrize("content", [Paper(), Zipf(), LongTail()], ids=lambda content: content.name)
 def test_the_same_seed_asks_the_same_under_another_load(content):
     """Paired cells differ in what they are to differ in."""
@@ -248,6 +263,17 @@ def test_what_cannot_be_asked_is_refused_before_the_first_request(ask, problems)
     with pytest.raises(ConfigError) as refused:
         ask()
     assert list(refused.value.problems) == problems
+
+
+def test_a_half_without_requests_is_refused(tmp_path):
+    """A file of one request: its first half has none, its second has the one."""
+    path = tmp_path / "one.jsonl"
+    path.write_text(json.dumps(LINES[0]) + "\n")
+    with pytest.raises(
+        ConfigError, match=r"^trace one, first half: holds no request: must hold one at least$"
+    ):
+        requests(Trace(path=str(path), part="first"), TraceTimes(), 1, 16)
+    assert len(some(Trace(path=str(path), part="second"), TraceTimes())) == 1
 
 
 @pytest.mark.shared

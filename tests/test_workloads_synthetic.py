@@ -167,6 +167,13 @@ def test_every_prompt_has_the_blocks_its_tokens_need_and_comes_again_with_the_se
         assert all(seed << 42 <= block < (seed + 1) << 42 for block in one.blocks)
 
 
+def test_more_shared_blocks_than_a_seed_has_ids_for_are_refused():
+    """Otherwise prefixes and unique blocks would meet: 8192 prefixes of a million one-token blocks."""
+    content = Zipf(prefixes=8192, input_tokens=1_000_000, shared_frac=1)
+    with pytest.raises(ConfigError, match=r"must be 2\*\*32 blocks or fewer together"):
+        sessions(content, random.Random(1), Blocks(1, 0), 1)
+
+
 @pytest.mark.parametrize(
     ("build", "problems"),
     [

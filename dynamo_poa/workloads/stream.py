@@ -136,6 +136,8 @@ def _trace(content: Trace, seed: int) -> Iterator[Request]:
     start, stop = {"all": (0, found), "first": (0, half), "second": (half, found)}[content.part]
     if content.limit:
         stop = min(stop, start + content.limit)
+    if start == stop:
+        raise ConfigError([f"{content.name}: holds no request: must hold one at least"])
     rows = trace.read(content.path, content.block_tokens, first_id=Blocks(seed, 0).shared(0).start)
     return itertools.islice(rows, start, stop)
 

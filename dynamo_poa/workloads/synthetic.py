@@ -10,12 +10,12 @@ Source: paper: 5 prompt templates, 128 input tokens; the other defaults are ours
 import itertools
 import math
 import random
-from bisect import bisect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from dynamo_poa.config import Knob, Section
+from dynamo_poa.errors import ConfigError
 from dynamo_poa.workloads.request import Request
 
 MAX_TOKENS = 1_000_000
@@ -141,13 +141,19 @@ class Blocks:
     """
 
     def __init__(self, seed: int, phase: int) -> None:
-        self._shared = itertools.count(seed << 42)
+        self._shared = seed << 42
+        self._past_shared = self._shared + (1 << 32)
         self._own = (seed << 42) + ((phase + 1) << 32)
 
     def shared(self, count: int) -> range:
-        """Return the ids of blocks that all phases know."""
-        first = next(self._shared)
-        self._shared = itertools.count(first + count)
+        """Return the ids of blocks that all phases know.
+
+        Raises:  ConfigError when a seed's ids for them are used up.
+        """
+        if self._shared + count > self._past_shared:
+            raise ConfigError([f"shared prefixes of {count} blocks: must be 2**32 blocks or fewer together"])
+        first = self._shared
+        self._shared += count
         return range(first, first + count)
 
     def own(self, count: int) -> range:
@@ -158,18 +164,21 @@ class Blocks:
 
 
 def sessions(content: Single, rng: random.Random, blocks: Blocks, block_tokens: int) -> Iterator[Turns]:
-    """Yield sessions without end, each its turns in order; a request outside sessions is one turn alone."""
+    """Return sessions without end, each its turns in order; a request outside sessions is one turn alone.
+
+    Shared blocks are taken at once, not with the first session: who asks first must not matter.
+    """
     match content:
-        case Paper():
-            weights = [1.0] * content.templates
-            return _prefixed(content, weights, rng, blocks, block_tokens)
-        case Zipf():
-            weights = [rank**-content.exponent for rank in range(1, content.prefixes + 1)]
-            return _prefixed(content, weights, rng, blocks, block_tokens)
+        case Paper() | Zipf():
+            prefix_count = content.prefixes if isinstance(content, Zipf) else content.templates
+            shared = int(content.input_tokens * content.shared_frac) // block_tokens
+            prefixes = [blocks.shared(shared) for _ in range(prefix_count)]
+            return _prefixed(content, prefixes, rng, blocks, block_tokens)
         case LongTail():
             return _longtail(content, rng, blocks, block_tokens)
         case MultiTurn():
-            return _multiturn(content, rng, blocks, block_tokens)
+            system = blocks.shared(content.system_tokens // block_tokens)
+            return _multiturn(content, system, rng, blocks, block_tokens)
 
 
 def mean_turns(content: Single) -> int:
@@ -178,15 +187,13 @@ def mean_turns(content: Single) -> int:
 
 
 def _prefixed(
-    content: Paper | Zipf, weights: list[float], rng: random.Random, blocks: Blocks, block_tokens: int
+    content: Paper | Zipf, prefixes: Sequence[range], rng: random.Random, blocks: Blocks, block_tokens: int
 ) -> Iterator[Turns]:
-    shared = int(content.input_tokens * content.shared_frac) // block_tokens
-    own = _blocks_for(content.input_tokens, block_tokens) - shared
-    prefixes = blocks.shared(shared * len(weights))
-    cumulative = list(itertools.accumulate(weights))
+    exponent = content.exponent if isinstance(content, Zipf) else 0.0
+    weights = list(itertools.accumulate(rank**-exponent for rank in range(1, len(prefixes) + 1)))
+    own = _blocks_for(content.input_tokens, block_tokens) - len(prefixes[0])
     while True:
-        which = min(bisect(cumulative, rng.random() * cumulative[-1]), len(weights) - 1)
-        prefix = prefixes[which * shared : (which + 1) * shared]
+        (prefix,) = rng.choices(prefixes, cum_weights=weights)
         yield (
             Request(
                 blocks=(*prefix, *blocks.own(own)),
@@ -205,8 +212,9 @@ def _longtail(content: LongTail, rng: random.Random, blocks: Blocks, block_token
         yield (Request(blocks=tuple(own), input_tokens=tokens, output_tokens=answer()),)
 
 
-def _multiturn(content: MultiTurn, rng: random.Random, blocks: Blocks, block_tokens: int) -> Iterator[Turns]:
-    system = blocks.shared(content.system_tokens // block_tokens)
+def _multiturn(
+    content: MultiTurn, system: range, rng: random.Random, blocks: Blocks, block_tokens: int
+) -> Iterator[Turns]:
     for session in itertools.count():
         turns = rng.randint(1, 2 * content.mean_turns - 1)
         lengths = [
@@ -243,10 +251,6 @@ def _blocks_for(tokens: int, block_tokens: int) -> int:
 
 
 def _text(value: object) -> str:
-    return (
-        f"({value.name})"
-        if isinstance(value, _Kind)
-        else f"{value:g}"
-        if isinstance(value, float)
-        else str(value)
-    )
+    if isinstance(value, _Kind):
+        return f"({value.name})"
+    return f"{value:g}" if isinstance(value, float) else str(value)
