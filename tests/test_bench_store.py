@@ -11,13 +11,13 @@ import pytest
 from suite_results import cell, done, stamp
 
 from dynamo_poa.bench.suites.cells import NotANumber, Result, Stamp
-from dynamo_poa.bench.suites.store import Store, StoreError, read, read_all
+from dynamo_poa.bench.suites.store import NOT_RUN, Store, StoreError, read, read_all
 from dynamo_poa.errors import ConfigError
 
 
 def filled(folder: Path, *results: Result, of: Stamp | None = None) -> Path:
     """Write a file of results and return its path."""
-    with Store.open(folder, of or stamp()) as store:
+    with Store.open(folder, of or stamp(), ()) as store:
         for result in results:
             store.add(result)
     return store.path
@@ -51,7 +51,7 @@ def test_a_file_is_gone_on_with_and_keeps_when_it_was_begun(tmp_path: Path) -> N
     first, second = done(cell(seed=1), x=1.0), done(cell(seed=2), x=2.0)
     filled(tmp_path, first)
     later = stamp(seeds=(1, 2, 3, 4), started_at="2026-01-02T00:00:00Z")
-    with Store.open(tmp_path, later) as store:
+    with Store.open(tmp_path, later, ()) as store:
         assert store.contents.results == (first,)
         store.add(second)
     contents = read(store.path)
@@ -69,12 +69,27 @@ def test_only_done_cells_need_no_other_run_and_the_last_result_of_a_cell_counts(
     assert contents.done == {good.cell.id: good}
 
 
+def test_cells_are_marked_as_not_run_until_their_result_comes(tmp_path: Path) -> None:
+    """Issue: finished cells kept, the rest marked: also after a kill, which leaves no time for it."""
+    first, second = done(cell(seed=1), x=1.0), Result(cell=cell(seed=2), state="failed", reason="dead")
+    cells = [cell(seed=seed) for seed in (1, 2, 3)]
+    with Store.open(tmp_path, stamp(), cells) as store:
+        assert store.contents.results == ()
+        store.add(first)
+        store.add(second)
+    marked = {result.cell.seed: (result.state, result.reason) for result in read(store.path).results}
+    assert marked == {1: ("done", ""), 2: ("failed", "dead"), 3: ("failed", NOT_RUN)}
+    with Store.open(tmp_path, stamp(), cells):
+        pass
+    assert {result.cell.seed: (result.state, result.reason) for result in read(store.path).results} == marked
+
+
 def test_results_of_another_build_or_machine_are_never_mixed(tmp_path: Path) -> None:
     """The message names what changed, both values, and what to do; the file stays as it was."""
     path = filled(tmp_path, done(cell(), x=1.0))
     before = path.read_bytes()
     with pytest.raises(ConfigError) as caught:
-        Store.open(tmp_path, stamp(commit="def"))
+        Store.open(tmp_path, stamp(commit="def"), ())
     assert caught.value.problems == (
         f"{path}: commit was 'abc' and is 'def': choose another --out, or --fresh to set its results aside",
     )
@@ -85,7 +100,7 @@ def test_beginning_anew_sets_the_old_results_aside(tmp_path: Path) -> None:
     """Nothing is deleted, and what was set aside is not read with the rest."""
     old = filled(tmp_path, done(cell(), x=1.0)).read_bytes()
     for number in (1, 2):
-        with Store.open(tmp_path, stamp(commit="def"), fresh=True) as store:
+        with Store.open(tmp_path, stamp(commit="def"), (), fresh=True) as store:
             assert store.contents.results == ()
         assert (tmp_path / f"test.jsonl.{number}").exists()
     assert (tmp_path / "test.jsonl.1").read_bytes() == old
@@ -102,7 +117,7 @@ def test_a_line_cut_short_costs_its_own_cell_alone(tmp_path: Path) -> None:
     assert contents.results == (good,)
     (problem,) = contents.problems
     assert problem.startswith(f"{path}, line 3: no result: ")
-    with Store.open(tmp_path, stamp()) as store:
+    with Store.open(tmp_path, stamp(), ()) as store:
         assert store.contents.problems == contents.problems
     assert read(path).problems == ()
 
@@ -143,7 +158,7 @@ def test_a_full_disk_keeps_what_is_finished_and_leaves_no_half_line(tmp_path: Pa
         Result(cell=cell(seed=2), state="failed", reason="x" * 5000),
         done(cell(seed=3), x=3.0),
     )
-    with Store.open(tmp_path, stamp()) as store:
+    with Store.open(tmp_path, stamp(), ()) as store:
         store.add(first)
         size = store.path.stat().st_size
         with full_disk(size + 2000):
@@ -159,7 +174,7 @@ def test_a_disk_that_is_full_from_the_start_leaves_the_old_file(tmp_path: Path) 
     path = filled(tmp_path, done(cell(), x=1.0))
     before = path.read_bytes()
     with full_disk(10), pytest.raises(StoreError, match="File too large"):
-        Store.open(tmp_path, stamp(seeds=(1,)))
+        Store.open(tmp_path, stamp(seeds=(1,)), ())
     assert path.read_bytes() == before
     assert [file.name for file in tmp_path.iterdir()] == ["test.jsonl"]
 

@@ -3,7 +3,8 @@
 Owns: the file of a suite's results: its form, that a line is there whole or not at all, what is read of one
       that was cut short, when a file may be gone on with.
 Does not own: which cells a suite has (catalogue.py), their order (runner.py), what is made of them (page.py).
-Invariant: a file opens with one Stamp and holds results of that build and machine alone. What was finished
+Invariant: a file opens with one Stamp and holds results of that build and machine alone. Every cell that was
+           asked for is in it from the start, marked as not run, until its result comes. What was finished
            stays whatever comes after: a full disk, a kill, a line that cannot be read.
 """
 
@@ -14,10 +15,11 @@ from typing import Self
 
 import msgspec
 
-from dynamo_poa.bench.suites.cells import NotANumber, Result, Stamp
+from dynamo_poa.bench.suites.cells import Cell, NotANumber, Result, Stamp
 from dynamo_poa.errors import ConfigError, PoaError
 
 SUFFIX = ".jsonl"
+NOT_RUN = "not run: the run ended before its turn"
 
 
 class StoreError(PoaError):
@@ -87,12 +89,13 @@ class Store:
         self._file = path.open("ab", buffering=0)
 
     @classmethod
-    def open(cls, folder: Path, stamp: Stamp, *, fresh: bool = False) -> Self:
-        """Open a suite's file, new or where it stopped; what it holds is then in `contents`.
+    def open(cls, folder: Path, stamp: Stamp, cells: Iterable[Cell], *, fresh: bool = False) -> Self:
+        """Open a suite's file, new or where it stopped; what it held is then in `contents`.
 
         The stamp of what is asked now replaces the one of then, except for when it was begun.
 
-        Args:     fresh: sets aside what is there, under the name it then has, and begins anew.
+        Args:     cells: that are asked for; those without a result are marked as not run.
+                  fresh: sets aside what is there, under the name it then has, and begins anew.
         Raises:   ConfigError when results of another build or machine are there.
                   StoreError when nothing can be written.
         """
@@ -107,7 +110,11 @@ class Store:
                 _check_same_build(path, contents.stamp, stamp)
                 stamp = msgspec.structs.replace(stamp, started_at=contents.stamp.started_at)
                 contents = msgspec.structs.replace(contents, stamp=stamp)
-            _write(path, (stamp, *contents.results))
+            there = {result.cell.id for result in contents.results}
+            marks = (
+                Result(cell=cell, state="failed", reason=NOT_RUN) for cell in cells if cell.id not in there
+            )
+            _write(path, (stamp, *contents.results, *marks))
             return cls(path, contents)
         except OSError as error:
             raise StoreError(f"{path}: cannot be written: {error.strerror}") from error
