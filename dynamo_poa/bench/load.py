@@ -12,6 +12,7 @@ import asyncio
 import itertools
 import json
 import random
+import re
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ _TEXT = b'"text":"'  # one per streamed completion chunk
 _NO_TEXT = b'"text":""'  # the last one, which only says why it ends
 _ERROR = b'"error"'
 _DONE = b"data: [DONE]"
+_WORKERS = re.compile(rb'"worker_id":\{(?:"prefill_worker_id":(\d+))?[^}]*?"decode_worker_id":(\d+)')
+_TAIL_BYTES = 16  # longer than any marker but the workers', which every chunk repeats
 FIRST_TOKEN_ID = 1000  # ids from here on are plain words in the mock model
 
 
@@ -32,6 +35,7 @@ class Result:
 
     ttft_s:      None when no token came
     request_id:  what the plugin's decisions call it; empty when the client has not named it
+    workers:     ids of the workers that prefilled and decoded, where it was asked and the frontend knows
     """
 
     started_at_s: float
@@ -40,6 +44,7 @@ class Result:
     tokens: int
     error: str  # empty when ok
     request_id: str = ""
+    workers: tuple[int, int] | None = None
 
     @property
     def ok(self) -> bool:
@@ -85,6 +90,7 @@ class _Response(asyncio.Protocol):
         self.tokens = 0
         self.status = b""
         self.failed = self.complete = False
+        self.workers: tuple[int, int] | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         cast(asyncio.Transport, transport).write(self._request)  # uvloop's is not a subclass
@@ -96,13 +102,16 @@ class _Response(asyncio.Protocol):
         found = _tokens(window) - _tokens(self._tail)
         if found and self.first_token_at_s is None:
             self.first_token_at_s = self._clock.monotonic_s()
+            if told := _WORKERS.search(window):
+                decode = int(told[2])
+                self.workers = (int(told[1] or decode), decode)
         self.tokens += found
         self._count(found)
         self.failed = self.failed or _ERROR in window
         if _DONE in window:
             self.complete = True
             self._finish()
-        self._tail = window[-16:]
+        self._tail = window[-_TAIL_BYTES:]
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._finish()
@@ -118,6 +127,7 @@ class LoadClient:
     tokens:  that have come so far, over all requests, those still running included
 
     Args:     named: give each request its id, to find it in the plugin's decisions; Dynamo warns at each.
+              ask_workers: have the frontend say which workers it chose; a plugin's are its own instances.
     """
 
     def __init__(
@@ -129,23 +139,31 @@ class LoadClient:
         clock: Clock | None = None,
         timeout_s: float = 60.0,
         named: bool = False,
+        ask_workers: bool = False,
     ) -> None:
         self._host, self._port, self._model = host, port, model
         self._clock: Clock = clock or SystemClock()
         self._timeout_s, self._named = timeout_s, named
+        self._extra = {"nvext": {"extra_fields": ["worker_id"]}} if ask_workers else {}
         self.tokens = 0
+
+    def encode(self, prompt: Prompt) -> bytes:
+        """Return a request's body, to be made ahead of time where the prompt is long."""
+        body = {
+            "model": self._model,
+            "prompt": prompt.token_ids,
+            "max_tokens": prompt.max_tokens,
+            "stream": True,
+            "ignore_eos": True,
+        }
+        return json.dumps(body | self._extra).encode()
 
     async def complete(self, prompt: Prompt) -> Result:
         """Send one request and wait for its end; never raises for what the server does."""
-        body = json.dumps(
-            {
-                "model": self._model,
-                "prompt": prompt.token_ids,
-                "max_tokens": prompt.max_tokens,
-                "stream": True,
-                "ignore_eos": True,
-            }
-        ).encode()
+        return await self.send(self.encode(prompt))
+
+    async def send(self, body: bytes) -> Result:
+        """Send one encoded request and wait for its end; never raises for what the server does."""
         request_id = str(uuid.uuid4()) if self._named else ""  # Dynamo takes no other kind
         name = f"x-dynamo-request-id: {request_id}\r\n" if request_id else ""
         head = (
@@ -181,6 +199,7 @@ class LoadClient:
             tokens=response.tokens,
             error=error,
             request_id=request_id,
+            workers=response.workers,
         )
 
     def _counted(self, tokens: int) -> None:

@@ -1,0 +1,77 @@
+"""A block of live graphs: cells of several policies on workers of the same kind, one graph a policy."""
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from dynamo_poa.bench.suites.cells import Cell, Fleet, Policy, Result
+from dynamo_poa.bench.suites.live import Block
+from dynamo_poa.serve.rundir import runtime_dir
+from dynamo_poa.workloads.arrivals import Closed, Load, Poisson
+from dynamo_poa.workloads.synthetic import Paper
+
+pytestmark = pytest.mark.dynamo
+
+FLEET = Fleet(name="3A", prefill=0, decode=3, speedup=2.0, kv_blocks=2048)
+NATIVE = Policy(name="kv")
+OURS = Policy(name="ours", plugin="active")
+WORKERS = {"aggregated-0", "aggregated-1", "aggregated-2"}
+
+
+def cell(policy: Policy, load: Load) -> Cell:
+    return Cell(
+        suite="test",
+        engine="live",
+        fleet=FLEET,
+        content=Paper(output_tokens=8),
+        load=load,
+        policy=policy,
+        seed=1,
+        warm_up_s=1.0,
+        seconds=2.0,
+    )
+
+
+def run_dirs() -> set[Path]:
+    """Return this process's own; a graph that is gone has none."""
+    return set(runtime_dir().glob(f"poa-{os.getpid()}-*")) if runtime_dir().exists() else set()
+
+
+def check(result: Result) -> None:
+    """Check what holds of any cell, however busy the machine is."""
+    assert result.state in ("done", "void"), result.reason
+    figures = result.figures
+    assert figures["failed"] == 0
+    assert figures["requests"] >= 8
+    assert 0 < figures["ttft_p50_s"] <= figures["ttft_p99_s"] <= figures["e2e_p99_s"]
+    assert 0.2 <= figures["cached_frac"] <= 0.5  # half of each prompt is one of five templates
+    assert set(result.picks) == WORKERS
+    assert {"cpu.frontend", "cpu.worker-0", "cpu.nats"} <= set(result.health)
+    assert result.series == ()
+    assert msgspec.json.decode(msgspec.json.encode(result), type=Result) == result
+
+
+async def test_policies_take_turns_on_graphs_of_their_own_and_a_dead_graph_fails_its_cells_alone() -> None:
+    """Issue 5: policies interleave; of a graph that dies the finished cells are kept and the rest marked."""
+    async with Block(FLEET, (NATIVE, OURS)) as block:
+        native = await block.run(cell(NATIVE, Closed(users=6)))
+        ours = await block.run(cell(OURS, Poisson(rate_rps=20)))
+        check(native)
+        check(ours)
+        assert sum(native.picks.values()) == native.figures["requests"]
+        assert "poa_hat" not in native.figures
+        assert {"cpu.router", "cpu.controller"} <= set(ours.health)
+
+        running = block.graph(NATIVE.name)
+        dying = asyncio.create_task(block.run(cell(NATIVE, Closed(users=6))))
+        await asyncio.sleep(1.5)
+        await running.kill("worker-0", signal.SIGKILL)
+        dead = await dying
+        assert (dead.state, dead.figures) == ("failed", {})
+        assert "worker-0" in dead.reason
+        check(await block.run(cell(OURS, Closed(users=6))))
+    assert run_dirs() == set()
