@@ -1,0 +1,207 @@
+"""`python -m dynamo_poa.bench.suites.results_doc DIR... --out FILE`: what routing is worth, written down.
+
+Owns: the document's parts and their order, the command beside each table, what is said of the disappointing.
+Does not own: tables (tables.py), the paper's claims (paper_figures.py) and ours beside them (reproduced.py).
+Invariant: generated, never edited; nothing is left out because it disappoints.
+"""
+
+import argparse
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+
+from dynamo_poa.bench.suites import arranged, tables
+from dynamo_poa.bench.suites.baselines import TUNING_SUFFIX
+from dynamo_poa.bench.suites.cells import Result
+from dynamo_poa.bench.suites.paper_figures import CLAIMS, PAPER
+from dynamo_poa.bench.suites.reproduced import answer
+from dynamo_poa.bench.suites.standing import LEADING, percent, standings
+from dynamo_poa.bench.suites.store import Contents, read_all
+from dynamo_poa.bench.suites.summary import MOST_PROBLEMS, of_table, verdicts
+from dynamo_poa.bench.suites.tables import Table, Text
+from dynamo_poa.errors import ConfigError, PoaError
+
+# The suites that readers come for first; others follow in the order of their names.
+ORDER = ("splits", "hetero", "workloads", "paper-1", "paper-2", "paper-3", "paper-4", "smoke")
+PREAMBLE = (
+    "Generated from results by `python -m dynamo_poa.bench.suites.results_doc DIR... --out docs/results.md`; "
+    "not edited by hand. All of it was measured on Dynamo's own mock engine: on its simulator in virtual "
+    "time, or on live graphs of mock workers. What it says holds for these; real GPUs may differ. "
+    "Changes are medians over pairs of cells that differ in nothing but their policy, with 95 % intervals; a "
+    "difference inside the noise is `no difference`."
+)
+
+
+def markdown(suites: Sequence[Contents]) -> str:
+    """Return the document.
+
+    Args:     suites: one of each suite.
+    """
+    ordered = sorted(suites, key=lambda contents: _order(contents.stamp.suite))
+    parts = ["# What routing is worth", PREAMBLE, "## In short"]
+    parts += [f"**{c.stamp.suite}**: {' '.join(verdicts(c.results))}" for c in ordered]
+    parts.append(_commanded(_beside_the_paper(ordered), 2, _commands(ordered)))
+    parts += ["## What disappoints", "\n".join(_disappointing(ordered)) or "Nothing."]
+    for contents in ordered:
+        parts += _suite(contents)
+    parts.append("## Measured with")
+    parts += [of_table(_stamp(contents), 3) for contents in ordered]
+    return "\n\n".join(parts) + "\n"
+
+
+def _order(suite: str) -> tuple[int, str]:
+    return (ORDER.index(suite) if suite in ORDER else len(ORDER), suite)
+
+
+def command(contents: Contents) -> str:
+    """Return the command that makes the results anew, its folder named DIR."""
+    return re.sub(r"--out[ =]\S+", "--out DIR", contents.stamp.command)
+
+
+def _commands(suites: Sequence[Contents]) -> str:
+    wanted = {claim.suite for claim in CLAIMS}
+    return "`, `".join(command(contents) for contents in suites if contents.stamp.suite in wanted)
+
+
+def _commanded(table: Table, level: int, text: str) -> str:
+    """Return a table with the command that reproduces it under its title."""
+    title, _, rest = of_table(
+        table, level, most=MOST_PROBLEMS if table.title == PROBLEMS else None
+    ).partition("\n")
+    return f"{title}\n\nReproduce: `{text}`\n{rest}" if text else f"{title}\n{rest}"
+
+
+PROBLEMS = "Void and failed cells"
+
+
+def _beside_the_paper(suites: Sequence[Contents]) -> Table:
+    by_name = {contents.stamp.suite: contents.results for contents in suites}
+    rows = []
+    for claim in CLAIMS:
+        ours = answer(claim, by_name.get(claim.suite, ()))
+        of = ", ".join(filter(None, (claim.model.upper(), claim.topology))) or "all"
+        reason = claim.reason if ours.verdict in ("no", "partly", "new") else ""
+        rows.append(
+            (
+                Text(claim.says),
+                Text(of),
+                Text(claim.source),
+                Text(ours.text),
+                Text(ours.verdict),
+                Text(reason),
+                Text(claim.suite),
+            )
+        )
+    return Table(
+        title="The paper's results beside ours",
+        columns=(
+            "the paper",
+            "of",
+            "where",
+            "ours",
+            "reproduced",
+            "most likely reason of a difference",
+            "suite",
+        ),
+        rows=tuple(rows),
+        note=f"The paper is {PAPER}. Reasons are what we think likely, not what we have shown.",
+    )
+
+
+def _disappointing(suites: Sequence[Contents]) -> Iterator[str]:
+    """Yield what did not come out as one would wish: our policies that are not better, cells without data."""
+    for contents in suites:
+        name, results = contents.stamp.suite, contents.results
+        for line in _not_better(results):
+            yield f"- {name}: {line}"
+        lost = [result for result in results if result.state != "done"]
+        if lost:
+            void = sum(result.state == "void" for result in lost)
+            yield f"- {name}: {void} cells void and {len(lost) - void} failed, of {contents.stamp.cells}."
+        if contents.stamp.cells > len(results):
+            yield f"- {name}: {contents.stamp.cells - len(results)} cells were not run."
+        if contents.problems:
+            yield f"- {name}: {len(contents.problems)} lines of the file could not be read."
+
+
+def _not_better(results: Sequence[Result]) -> Iterator[str]:
+    data = arranged.done(results)
+    adaptive = {r.cell.policy.name for r in data if r.cell.policy.plugin == "active"}
+    default = arranged.default_policy(data)
+    for phase in arranged.phases(data):
+        for standing in standings(data, phase):
+            found = standing.against.get(phase + LEADING)
+            if standing.policy in adaptive and found is not None and found.verdict != "better":
+                change = percent(found.ratio) if found.verdict == "worse" else found.verdict
+                where = f" in the {arranged.phase_name(phase)}" if phase else ""
+                yield f"our {standing.policy} against {default} by mean TTFT{where}: {change}."
+
+
+def _suite(contents: Contents) -> Iterator[str]:
+    results, text = contents.results, command(contents)
+    yield f"## {contents.stamp.suite}"
+    yield f"{tables.counted(contents.stamp, results)}. " + " ".join(verdicts(results))
+    shown = [*tables.headlines(results), *(table for table in tables.groups(results) if table.leading)]
+    shown += [*tables.split_tables(results), *tables.absolutes(results)]
+    if (problems := tables.problems(results)) is not None:
+        shown.append(problems)
+    for table in shown:
+        yield _commanded(table, 3, text)
+
+
+def _stamp(contents: Contents) -> Table:
+    table = tables.stamp_table(contents.stamp)
+    rows = tuple(row for row in table.rows if row[0].main not in ("suite", "command"))
+    return Table(
+        title=contents.stamp.suite,
+        columns=table.columns,
+        rows=((Text("command"), Text(command(contents))), *rows),
+    )
+
+
+def read(folders: Sequence[Path]) -> tuple[Contents, ...]:
+    """Return the suites in the folders.
+
+    Raises:   ConfigError when there is none, or one of them twice.
+    """
+    found = [
+        msgspec.structs.replace(contents, results=arranged.measured(contents.results))
+        for folder in folders
+        for contents in read_all(folder)
+        if not contents.stamp.suite.endswith(TUNING_SUFFIX)
+    ]
+    names = [contents.stamp.suite for contents in found]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    problems = [f"{name}: in more than one folder, must be in one" for name in twice]
+    if not found:
+        problems.append(f"{', '.join(map(str, folders))}: must hold results, there are none")
+    if problems:
+        raise ConfigError(problems)
+    return tuple(found)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Write the document; return the exit status: 2 when there is nothing to write it from."""
+    parser = argparse.ArgumentParser(
+        prog="dynamo_poa.bench.suites.results_doc", description="Write down what the results say"
+    )
+    parser.add_argument(
+        "folders", type=Path, nargs="+", metavar="DIR", help="of `dynamo-poa bench run --out DIR`"
+    )
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="Markdown file to write")
+    arguments = parser.parse_args(argv)
+    try:
+        text = markdown(read(arguments.folders))
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.write_text(text, encoding="utf-8")
+    except (PoaError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,68 @@
+"""A suite's results as Markdown: the verdict, the tables, what is missing, with what it was measured.
+
+Owns: Markdown of tables, the order of a summary's parts.
+Does not own: what stands in the tables (tables.py), the page with plots (page.py).
+Invariant: pure text of the results; a field cannot break its table.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from dynamo_poa.bench.suites import arranged, tables
+from dynamo_poa.bench.suites.cells import Result, Stamp
+from dynamo_poa.bench.suites.standing import headline, split_headline
+from dynamo_poa.bench.suites.tables import Table, Text
+
+MOST_PROBLEMS = 20  # in a summary; the page has all
+
+
+def markdown(stamp: Stamp, results: Sequence[Result]) -> str:
+    """Return the summary."""
+    results = arranged.measured(results)
+    parts = [f"# Bench: {stamp.suite}", f"{tables.counted(stamp, results)}. Seeds {_seeds(stamp)}."]
+    parts += verdicts(results)
+    parts += [of_table(table, 2) for table in tables.headlines(results)]
+    parts += [of_table(table, 2) for table in tables.groups(results) if table.leading]
+    parts += [of_table(table, 2) for table in tables.split_tables(results)]
+    parts += [of_table(table, 2) for table in tables.absolutes(results)]
+    if (problems := tables.problems(results)) is not None:
+        parts.append(of_table(problems, 2, most=MOST_PROBLEMS))
+    parts.append(of_table(tables.stamp_table(stamp), 2))
+    return "\n\n".join(parts) + "\n"
+
+
+def verdicts(results: Sequence[Result]) -> Iterator[str]:
+    """Yield in words what routing was worth, once or by phase, and what the split of the workers was."""
+    split = split_headline(results)
+    if split:
+        yield split
+    if not split or len(arranged.policy_names(arranged.done(results))) > 1:
+        for phase in arranged.phases(arranged.done(results)):
+            said = headline(results, phase)
+            yield f"{arranged.phase_name(phase).capitalize()}: {said}" if phase else said
+
+
+def of_table(table: Table, level: int, most: int | None = None) -> str:
+    """Return a table under its title, a heading of that level; past `most` rows only their number."""
+    rows = table.rows if most is None else table.rows[:most]
+    lines = [f"{'#' * level} {table.title}", ""]
+    if table.note:
+        lines += [table.note, ""]
+    lines += [_row(table.columns), _row(["---"] * len(table.columns))]
+    lines += [_row([_field(field) for field in row]) for row in rows]
+    if left := len(table.rows) - len(rows):
+        lines += ["", f"... and {left} more."]
+    return "\n".join(lines)
+
+
+def _field(field: Text) -> str:
+    text = field.line
+    return f"**{text}**" if field.verdict in ("better", "worse") else text
+
+
+def _row(fields: Sequence[str]) -> str:
+    escaped = (field.replace("|", "\\|").replace("\n", " ") for field in fields)
+    return f"| {' | '.join(escaped)} |"
+
+
+def _seeds(stamp: Stamp) -> str:
+    return ", ".join(map(str, stamp.seeds))
