@@ -47,7 +47,7 @@ FIRST_TICK_S = 10.0
 class Block:
     """One fleet under several policies, to run cells of.
 
-    failed:  policies whose graph did not come up, and why; their cells fail at once
+    failed:  policies whose graph is not up, and why: refused or crashed; their cells fail at once
 
     Args:    poa_window_s: PoA-hat is that of the last so many seconds; at most what a cell measures.
     """
@@ -56,8 +56,8 @@ class Block:
         self,
         fleet: Fleet,
         policies: Sequence[Policy],
-        *,
         poa_window_s: float = POA_WINDOW_S,
+        *,
         clock: Clock | None = None,
     ) -> None:
         self.failed: dict[str, str] = {}
@@ -69,25 +69,22 @@ class Block:
             stalls.check(fleet.stall)
 
     async def __aenter__(self) -> Self:
-        """Start all graphs.
-
-        Raises:  ConfigError, before any is started, when a policy cannot be served on this fleet.
-        """
-        plans = [plan_of(self._fleet, policy, self._poa_window_s) for policy in self._policies]
+        """Start all graphs; who does not come up keeps nobody else from it."""
         room, complete = asyncio.Semaphore(START_AT_ONCE), False
 
-        async def start(number: int) -> None:
-            policy, stack = self._policies[number], AsyncExitStack()
+        async def start(policy: Policy) -> None:
+            stack = AsyncExitStack()
             async with room:
                 try:
-                    serving = serve_graph(plans[number], clock=self._clock)
+                    plan = plan_of(self._fleet, policy, self._poa_window_s)
+                    serving = serve_graph(plan, clock=self._clock)
                     self._running[policy.name] = await stack.enter_async_context(serving)
                     self._stacks.append(stack)
                 except (StartError, ConfigError, OSError) as error:
                     self.failed[policy.name] = f"the graph did not start: {error}"
 
         try:
-            await asyncio.gather(*map(start, range(len(plans))))
+            await asyncio.gather(*map(start, self._policies))
             complete = True
         finally:
             if not complete:

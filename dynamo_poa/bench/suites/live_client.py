@@ -42,6 +42,7 @@ class LiveClient:
 
     Args:  clients: one to each of the graph's frontends; requests go to them in turn.
            block_tokens: of the workers.
+           max_in_flight: what is due while so many run is not sent.
     """
 
     def __init__(
@@ -52,11 +53,12 @@ class LiveClient:
         block_tokens: int,
         report: Callable[[Asked], None],
         clock: Clock,
+        max_in_flight: int = MAX_IN_FLIGHT,
     ) -> None:
         self._clients, self._turn = clients, itertools.cycle(clients)
         self._content, self._seed, self._block_tokens = content, seed, block_tokens
         self._prompt_tokens = stream.block_tokens_of(content, block_tokens)
-        self._report, self._clock = report, clock
+        self._report, self._clock, self._max_in_flight = report, clock, max_in_flight
         self._users = _Users(self)
         self._arrivals: asyncio.Task[None] | None = None
         self._running: set[asyncio.Task[None]] = set()
@@ -146,9 +148,9 @@ class LiveClient:
             due_at_s = started_s + request.at_s
             body = self.body(request)  # ahead of time: a long prompt takes milliseconds
             await self.pause(due_at_s)
-            if self.in_flight >= MAX_IN_FLIGHT:
+            if self.in_flight >= self._max_in_flight:
                 now_s = self._clock.monotonic_s()
-                late = _unanswered(now_s, f"not sent: {MAX_IN_FLIGHT} in flight")
+                late = _unanswered(now_s, f"not sent: {self._max_in_flight} in flight")
                 self._report(Asked(request, due_at_s, now_s, now_s, True, late))
                 continue
             before = self._sessions.get(request.session) if request.session >= 0 else None
