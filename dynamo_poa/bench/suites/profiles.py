@@ -2,8 +2,8 @@
 
 Owns: where the profiles' files are, which there are, what each says of itself.
 Does not own: how they were made (`profile_maker.py`), how the engine interpolates.
-Invariant: a profile is two files of one name: the tables (npz, as the mock engine reads it) and, in JSON, where
-           its numbers come from.
+Invariant: a profile is two files of one name: the tables (npz, as the mock engine reads them) and, in JSON,
+           where its numbers come from.
 Source:   host: dynamo/mocker/utils/planner_profiler_perf_data_converter.py.
 """
 

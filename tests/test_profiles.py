@@ -1,0 +1,65 @@
+"""The timing profiles: what is in the files, and that the simulator takes them."""
+
+import numpy as np
+import pytest
+
+from dynamo_poa.bench.suites import profiles, replayed
+from dynamo_poa.bench.suites.cells import Cell, Fleet, Policy
+from dynamo_poa.errors import ConfigError
+from dynamo_poa.workloads.arrivals import Poisson
+from dynamo_poa.workloads.synthetic import Paper
+
+
+def test_the_papers_two_models_are_there_each_with_its_source():
+    """Issue 5: B200-like 70B TP4 and 340B TP8 workers, as small data files with their source."""
+    shown = {
+        name: (profiles.about(name).model, profiles.about(name).tensor_parallel) for name in profiles.names()
+    }
+    assert shown == {
+        "b200-llama-70b-tp4": ("Llama-3.1-70B", 4),
+        "b200-nemotron-340b-tp8": ("Nemotron-4-340B", 8),
+    }
+    for name in profiles.names():
+        assert "aiconfigurator-core 0.12.0" in profiles.about(name).source
+        assert profiles.path_of(name).stat().st_size < 20_000
+
+
+@pytest.mark.parametrize("name", profiles.names())
+def test_more_work_hardly_ever_takes_less_time(name: str):
+    """No step of a table falls by more than 6 %: that far the database itself is uneven where kernels change."""
+    with np.load(profiles.path_of(name)) as tables:
+        for grid in ("prefill_isl", "decode_active_kv_tokens", "decode_context_length"):
+            assert np.all(np.diff(tables[grid]) > 0)
+        prefill_ms, steps_ms = tables["prefill_ttft_ms"], tables["decode_itl"]
+        assert np.all(np.diff(prefill_ms) / prefill_ms[1:] > -0.06)
+        assert np.all(np.diff(steps_ms, axis=0) / steps_ms[1:] > -0.06)
+
+
+@pytest.mark.parametrize("name", profiles.names())
+def test_a_lone_request_takes_what_the_tables_say(name: str):
+    """TTFT = prefill of the prompt + one decode step: the first token comes with the step after."""
+    fleet = Fleet(name="one", prefill=0, decode=1, profile=name)
+    cell = Cell(
+        suite="test",
+        engine="replay",
+        fleet=fleet,
+        content=Paper(input_tokens=1024, output_tokens=2),
+        load=Poisson(rate_rps=0.01),
+        policy=Policy(name="round-robin", router_mode="round-robin"),
+        seed=1,
+        requests=1,
+    )
+    figures = replayed.run(cell).figures
+    with np.load(profiles.path_of(name)) as tables:
+        prefill_ms = np.interp(1024, tables["prefill_isl"], tables["prefill_ttft_ms"])
+        step_ms = tables["decode_itl"][0, 0]
+    assert figures["ttft_mean_s"] == pytest.approx((prefill_ms + step_ms) / 1000, rel=0.02)
+    assert figures["itl_mean_s"] == pytest.approx(step_ms / 1000, rel=0.05)
+
+
+def test_an_unknown_profile_is_refused_with_those_there_are():
+    """A name that is none is not taken for the engine's own timing."""
+    with pytest.raises(
+        ConfigError, match=r"profile = 'h100': must be a path or one of b200-llama-70b-tp4, b200-nem"
+    ):
+        profiles.path_of("h100")
