@@ -36,7 +36,8 @@ def measure(seconds: float, say: Callable[[str], None]) -> Figure:
     Raises:  MeasurementError when a request failed.
     """
     say(f"{RATE_RPS:g} requests/s for {WARM_UP_S + seconds:g} s")
-    return uvloop.run(_measure(seconds))
+    figure: Figure = uvloop.run(_measure(seconds))
+    return figure
 
 
 async def _measure(seconds: float) -> Figure:

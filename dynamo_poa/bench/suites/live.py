@@ -1,41 +1,37 @@
 """Runs cells on live graphs: one graph a policy, all up at once, one of them under load at a time.
 
-Owns: a block's life, the course of a cell (warm-up, measurement, drain), its figures, when it is void.
+Owns: a block's life, the course of a cell: warm-up, measurement, drain; whether its graph lived through it.
 Does not own: graphs and names (live_graphs.py), the load (live_client.py), what graphs say (live_watch.py),
-              the order of cells (runner.py).
+              figures (live_result.py), the order of cells (runner.py).
 Invariant: a cell that is started ends in a Result, whatever the graph does, unless it is cancelled. Graphs
            keep what they have learnt from cell to cell, as a service does: caches, speeds, baselines.
 """
 
 import asyncio
 import time
-from collections import Counter
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from datetime import UTC, datetime
 from types import TracebackType
-from typing import NamedTuple, Self
+from typing import Self
 
 import msgspec
 
 from dynamo_poa.bench.load import LoadClient
-from dynamo_poa.bench.processes import MachineTime, busy_frac, cpu_s, machine_time
+from dynamo_poa.bench.processes import cpu_s, machine_time
 from dynamo_poa.bench.report import MeasurementError
-from dynamo_poa.bench.story import CPU_BUSY_FRAC, quantile
 from dynamo_poa.bench.suites import stalls
 from dynamo_poa.bench.suites.cells import Cell, Fleet, NotANumber, Phase, Policy, Result
-from dynamo_poa.bench.suites.figures import Served, figures_of
 from dynamo_poa.bench.suites.live_client import Asked, LiveClient
 from dynamo_poa.bench.suites.live_graphs import frontend_ports, plan_of, process_of, worker_names
+from dynamo_poa.bench.suites.live_result import Reading, Span, picks_of, result_of
 from dynamo_poa.bench.suites.live_watch import Watch
 from dynamo_poa.bus import Bus
 from dynamo_poa.clock import Clock, SystemClock
 from dynamo_poa.config import CommonConfig
 from dynamo_poa.errors import BusError, ConfigError, StartError
 from dynamo_poa.serve.supervisor import Running, serve_graph
-from dynamo_poa.telemetry import TelemetryRecord
 
-MAX_SEND_LAG_S = 0.02
 POA_WINDOW_S = 20.0
 REQUEST_TIMEOUT_S = 300.0
 DRAIN_S = 60.0
@@ -145,10 +141,16 @@ class Block:
             course = _Course(cell, running, [*self._running.values()], watch, self._clock)
             client = self._client(cell, running, asked)
             spans, given_up = await course.drive(client)
+            picks = picks_of(asked, spans, watch.chosen if plugin else None, names)
             await self._clock.sleep(SETTLE_S)
         if _lives(running) != before:
             raise MeasurementError(f"a process died: {_difference(before, _lives(running))}")
-        return course.result(asked, spans, names, given_up)
+        computed = watch.computed["prefill" if cell.fleet.prefill else "backend"]
+        result = result_of(cell, asked, spans, computed)
+        unended = f"{given_up} requests had no end after {DRAIN_S:g} s" if given_up else ""
+        reason = "; ".join(filter(None, (result.reason, unended)))
+        series = tuple(watch.points) if cell.phases else ()
+        return msgspec.structs.replace(result, reason=reason, picks=picks, series=series)
 
     def _client(self, cell: Cell, running: Running, asked: list[Asked]) -> LiveClient:
         common = running.plan.sections["Common"]
@@ -176,38 +178,8 @@ class Block:
             await self._clock.sleep(0.05)
 
 
-class _Reading(NamedTuple):
-    """Processor time at an instant. Of the graph by process; of graphs that wait, all together."""
-
-    at_s: float
-    machine: MachineTime
-    own_s: dict[str, float]
-    idle_s: float
-    client_s: float
-    tokens: int
-
-
-class _Span(NamedTuple):
-    """A measured stretch; `record`: the controller's last of it."""
-
-    name: str
-    first: _Reading
-    last: _Reading
-    record: TelemetryRecord | None
-
-    @property
-    def seconds(self) -> float:
-        """Return its length."""
-        return self.last.at_s - self.first.at_s
-
-    @property
-    def busy_frac(self) -> float:
-        """Return the share of the machine's processors that was busy."""
-        return busy_frac(self.first.machine, self.last.machine)
-
-
 class _Course:
-    """One cell on its graph: what happens when, and what was found."""
+    """One cell on its graph: what happens when."""
 
     def __init__(
         self, cell: Cell, running: Running, all_running: list[Running], watch: Watch, clock: Clock
@@ -215,9 +187,9 @@ class _Course:
         self._cell, self._running, self._watch, self._clock = cell, running, watch, clock
         self._idle = [other for other in all_running if other is not running]
 
-    async def drive(self, client: LiveClient) -> tuple[list[_Span], int]:
+    async def drive(self, client: LiveClient) -> tuple[list[Span], int]:
         """Warm up, measure, drain; return what was measured, and how many requests were given up."""
-        cell, spans = self._cell, list[_Span]()
+        cell, spans = self._cell, list[Span]()
         phases = cell.phases or (Phase(name="", load=cell.load, seconds=cell.seconds),)
         try:
             await client.load(phases[0].load)
@@ -230,7 +202,8 @@ class _Course:
                     await client.load(phase.load, number)
                 first = self._read(client)
                 await self._until(client, phase.seconds)
-                spans.append(_Span(phase.name, first, self._read(client), self._watch.latest))
+                spans.append(Span(phase.name, first, self._read(client), self._watch.latest))
+            self._watch.end_choices()
         finally:
             given_up = await client.finish(DRAIN_S if len(spans) == len(phases) else 0)
         return spans, given_up
@@ -243,8 +216,8 @@ class _Course:
                 return
             await self._clock.sleep(min(left_s, 0.25))
 
-    def _read(self, client: LiveClient) -> _Reading:
-        return _Reading(
+    def _read(self, client: LiveClient) -> Reading:
+        return Reading(
             at_s=self._clock.monotonic_s(),
             machine=machine_time(),
             own_s=_cpu_by_process(self._running),
@@ -252,122 +225,6 @@ class _Course:
             client_s=time.process_time(),
             tokens=client.tokens,
         )
-
-    def result(self, asked: list[Asked], spans: list[_Span], names: dict[int, str], given_up: int) -> Result:
-        """Work out the cell's figures.
-
-        Raises:  MeasurementError when a stretch has none.
-        """
-        figures: dict[str, float] = {}
-        measured: list[Asked] = []
-        for span in spans:
-            mine = [one for one in asked if _belongs(one, span)]
-            measured += mine
-            prefix = f"{span.name}." if span.name else ""
-            figures |= {prefix + key: value for key, value in self._figures(mine, span).items()}
-        # What was computed from the start of counting on was for those whose first token came since.
-        computed = self._watch.computed["prefill" if self._cell.fleet.prefill else "backend"]
-        since_s = spans[0].first.at_s
-        prompts = sum(one.request.input_tokens for one in asked if _first_token_at_s(one) > since_s)
-        if prompts:
-            figures["cached_frac"] = max(0.0, 1 - computed / prompts)
-        health = _health(measured, spans)
-        reason = _why_void(health) or ""
-        return Result(
-            cell=self._cell,
-            state="void" if reason else "done",
-            reason=reason or (f"{given_up} requests had no end after {DRAIN_S:g} s" if given_up else ""),
-            figures=figures,
-            picks=self._picks(measured, names),
-            health=health,
-            series=tuple(self._watch.points) if self._cell.phases else (),
-        )
-
-    def _figures(self, asked: list[Asked], span: _Span) -> dict[str, float]:
-        try:
-            figures = figures_of([_served(one) for one in asked], span.seconds)
-        except MeasurementError as error:
-            errors = Counter(one.result.error for one in asked if one.result.error)
-            said = "; ".join(f"{count} x {what}" for what, count in errors.most_common(3))
-            raise MeasurementError(f"{error}{': ' if said else ''}{said}") from error
-        # In an open loop those that were due here may have been answered later.
-        ended = [one for one in asked if one.result.ok and one.ended_at_s <= span.last.at_s]
-        figures["throughput_rps"] = len(ended) / span.seconds
-        figures["output_tokens_per_s"] = (span.last.tokens - span.first.tokens) / span.seconds
-        if record := span.record:
-            poa = {
-                "poa_hat": record.poa_hat,
-                "poa_low": record.poa_low,
-                "poa_high": record.poa_high,
-                "poa_frozen": record.poa_frozen,
-            }
-            figures |= {key: value for key, value in poa.items() if value is not None}
-        return figures
-
-    def _picks(self, asked: list[Asked], names: dict[int, str]) -> dict[str, int]:
-        """Return requests by worker: our router's own decisions, or what Dynamo's frontend says of each."""
-        picks = Counter[int]()
-        if self._cell.policy.plugin:
-            picks = self._watch.chosen
-        else:
-            for one in asked:
-                if one.result.workers is not None:
-                    picks.update(set(one.result.workers))  # an aggregated worker is both
-        return {name: picks[worker] for worker, name in sorted(names.items(), key=lambda item: item[1])}
-
-
-def _belongs(one: Asked, span: _Span) -> bool:
-    """Tell whether a request is a stretch's: by when it was due, or ended where nobody waits for a due time.
-
-    In an open loop the slow ones would be left out if those counted that ended in time.
-    """
-    at_s = one.due_at_s if one.open_loop else one.ended_at_s
-    return span.first.at_s <= at_s < span.last.at_s
-
-
-def _served(one: Asked) -> Served:
-    result, late_s = one.result, (one.sent_at_s - one.due_at_s) if one.open_loop else 0.0
-    ttft_s = result.ttft_s or 0.0
-    decoding_s = result.latency_s - ttft_s
-    return Served(
-        ttft_s=ttft_s + late_s,
-        itl_s=decoding_s / (result.tokens - 1) if result.tokens > 1 else None,
-        e2e_s=result.latency_s + late_s,
-        output_tokens=result.tokens,
-        input_tokens=one.request.input_tokens,
-        ok=result.ok,
-    )
-
-
-def _first_token_at_s(one: Asked) -> float:
-    return float("-inf") if one.result.ttft_s is None else one.result.started_at_s + one.result.ttft_s
-
-
-def _health(asked: list[Asked], spans: list[_Span]) -> dict[str, float]:
-    first, last = spans[0].first, spans[-1].last
-    seconds, total_s = last.at_s - first.at_s, last.machine.total_s - first.machine.total_s
-    own_s = {name: last.own_s[name] - first.own_s.get(name, 0.0) for name in last.own_s}
-    client_s = last.client_s - first.client_s
-    return {
-        "busy_frac": max(span.busy_frac for span in spans),
-        "own_frac": (sum(own_s.values()) + client_s) / total_s,
-        "client_frac": client_s / seconds,
-        "idle_graphs_frac": (last.idle_s - first.idle_s) / total_s,
-        "send_lag_p99_s": quantile((max(one.sent_at_s - one.due_at_s, 0.0) for one in asked), 0.99),
-        **{f"cpu.{name}": spent_s / seconds for name, spent_s in own_s.items()},
-    }
-
-
-def _why_void(health: dict[str, float]) -> str | None:
-    reasons = []
-    if health["busy_frac"] > CPU_BUSY_FRAC:
-        reasons.append(f"the processors were {health['busy_frac']:.0%} busy (bound {CPU_BUSY_FRAC:.0%})")
-    if health["send_lag_p99_s"] > MAX_SEND_LAG_S:
-        lag_ms = health["send_lag_p99_s"] * 1e3
-        reasons.append(
-            f"requests were sent {lag_ms:.0f} ms late at P99 (bound {MAX_SEND_LAG_S * 1e3:.0f} ms)"
-        )
-    return "; ".join(reasons) or None
 
 
 def _cpu_by_process(graph: Running) -> dict[str, float]:

@@ -30,7 +30,7 @@ class Watch:
     """Listens to one graph.
 
     computed:   prompt tokens computed, by component (`prefill`, `backend`)
-    chosen:     the plugin's decisions, by worker id
+    chosen:     the plugin's decisions, by worker id, until `end_choices`
     latest:     the controller's last record, None where there is no controller
     points:     the series
     phase:      name that points get
@@ -41,7 +41,7 @@ class Watch:
         self.latest: TelemetryRecord | None = None
         self.points: list[Point] = []
         self.phase = ""
-        self._clock = clock
+        self._clock, self._choices = clock, True
         self._counted_from_s: float | None = None
         self._records = msgspec.msgpack.Decoder(TelemetryRecord).decode
         self._batches = msgspec.msgpack.Decoder(DecisionBatch).decode
@@ -60,6 +60,10 @@ class Watch:
         self.points.clear()
         self._counted_from_s = self._clock.monotonic_s()
 
+    def end_choices(self) -> None:
+        """Leave out the decisions from now on; what was computed goes on being counted."""
+        self._choices = False
+
     def _pass(self, at: str, data: bytes) -> None:
         if self._counted_from_s is None:
             return
@@ -72,7 +76,7 @@ class Watch:
             self.computed[message.component] += message.body.prefill_tokens
 
     def _decisions(self, _: str, data: bytes) -> None:
-        if self._counted_from_s is not None:
+        if self._counted_from_s is not None and self._choices:
             batch = self._batches(data)
             self.chosen.update(event.worker_id for event in batch.events if isinstance(event, Chosen))
 
