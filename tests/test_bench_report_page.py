@@ -119,7 +119,7 @@ def test_names_cannot_break_the_page() -> None:
     ]
     text = page.page(bench_results.stamp(cells=6), results)
     assert "<b>" not in text
-    assert text.count("&amp; $x$&lt;/b&gt;</text>") == 2  # in the plot of changes and the one of picks
+    assert text.count("&amp; $x$&lt;/b&gt;</text>") == 3  # in the plots of changes, front and picks
     assert "&lt;b&gt;&quot;odd&quot; &amp; $x$&lt;/b&gt;" in text
 
 

@@ -157,4 +157,4 @@ def percent(ratio: float | None) -> str:
     change = 100 * (ratio - 1)
     if ratio >= 10:
         return f"{ratio:.0f}x"
-    return f"{change:+.{0 if abs(change) >= 10 else 1}f} %".replace("-", "\N{MINUS SIGN}")
+    return f"{change:+.{0 if abs(change) >= 9.95 else 1}f} %".replace("-", "\N{MINUS SIGN}")
