@@ -26,7 +26,7 @@ def test_the_papers_two_models_are_there_each_with_its_source():
 
 @pytest.mark.parametrize("name", profiles.names())
 def test_more_work_hardly_ever_takes_less_time(name: str):
-    """No step of a table falls by more than 6 %: that far the database itself is uneven where kernels change."""
+    """No step falls by more than 6 %: so uneven is the database itself where kernels change."""
     with np.load(profiles.path_of(name)) as tables:
         for grid in ("prefill_isl", "decode_active_kv_tokens", "decode_context_length"):
             assert np.all(np.diff(tables[grid]) > 0)

@@ -1,0 +1,93 @@
+"""What a person may ask of `dynamo-poa calibrate`.
+
+Owns: its options, the progress bar, what goes to stdout.
+Does not own: the search (calibrate.py), the YAML (fragment.py), exit codes (cli.py).
+Invariant: stdout is the fragment and nothing else.
+"""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from dynamo_poa.bench.suites import profiles, replayed
+from dynamo_poa.bench.suites.calibrate import Calibration, calibrate, fleet_of, runs_at_most
+from dynamo_poa.bench.suites.cells import Cell, Result
+from dynamo_poa.bench.suites.fragment import yaml_of
+from dynamo_poa.errors import ConfigError
+from dynamo_poa.telemetry import configure_logging
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to the application."""
+    app.command("calibrate")(calibrate_trace)
+
+
+def calibrate_trace(
+    trace: Annotated[str, typer.Option("--trace", metavar="FILE", help="requests, in Mooncake's JSON lines")],
+    topology: Annotated[
+        str, typer.Option(metavar="4P/4D|8A", help="prefill and decode workers, or aggregated ones")
+    ],
+    profile: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME|PATH",
+            help=f"timing of a worker: {', '.join(profiles.names())}, or an npz file of the mock engine's; "
+            "by default the engine's own",
+        ),
+    ] = "",
+    kv_blocks: Annotated[int, typer.Option(help="KV blocks of each worker; 0: the profile's", min=0)] = 0,
+    requests: Annotated[int, typer.Option(help="of each half of the trace, at most; 0: all", min=0)] = 2000,
+    json_file: Annotated[
+        str | None, typer.Option("--json", metavar="FILE", help="also write all findings")
+    ] = None,
+) -> None:
+    """Replay a trace in Dynamo's simulator; print the thresholds and parameters it asks for, as YAML."""
+    configure_logging("error")
+    fleet = fleet_of(topology, profile, kv_blocks)
+    with _progress() as progress, replayed.pool() as pool:
+        task = progress.add_task("replaying", total=runs_at_most())
+
+        def run(cells: Sequence[Cell]) -> list[Result]:
+            results = []
+            for result in pool.map(replayed.run, cells):
+                results.append(result)
+                progress.advance(task)
+            return results
+
+        found = calibrate(trace, fleet, run, requests)
+    sys.stdout.write(yaml_of(found))
+    if json_file:
+        _write(found, Path(json_file))
+
+
+def _progress() -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    )
+
+
+def _write(found: Calibration, path: Path) -> None:
+    try:
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=2) + b"\n")
+    except OSError as error:
+        raise ConfigError([f"--json {path}: cannot be written: {error.strerror or error}"]) from error
