@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed$(subst /,-,$(CURDIR))
 ARGS ?=
 
-.PHONY: venv demo test test-unit test-integration test-compat lint bench-control bench-poa soak
+.PHONY: venv demo test test-unit test-integration test-compat lint bench-control bench-poa bench-smoke soak
 
 venv: $(STAMP)
 
@@ -39,6 +39,12 @@ bench-control: $(STAMP)
 
 bench-poa: $(STAMP)
 	$(BIN)/python -m dynamo_poa.bench.sweep $(ARGS)
+
+# A few cells of both engines and their report: whether the bench works, in three minutes.
+bench-smoke: $(STAMP)
+	rm -rf build/smoke
+	$(BIN)/dynamo-poa bench run smoke --out build/smoke $(ARGS)
+	$(BIN)/dynamo-poa bench report build/smoke
 
 # Twenty minutes of load while processes are killed and stopped: make soak ARGS="--minutes 3 --json soak.json"
 soak: $(STAMP)

@@ -36,12 +36,12 @@ def pip(*arguments: str) -> None:
 
 
 def test_the_wheel_holds_every_module_and_the_graphs_files(wheel: Path) -> None:
-    """What the checkout has under the three packages is in the wheel, YAML files and type marker included."""
+    """What the checkout has under the three packages is in the wheel, data and type marker included."""
     expected = {
         str(path.relative_to(ROOT))
         for package in ("dynamo_poa", "components", "graphs")
         for path in (ROOT / package).rglob("*")
-        if path.suffix in (".py", ".yaml", ".typed")
+        if path.suffix in (".py", ".yaml", ".typed", ".npz", ".json")
     }
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {name for name in names if ".dist-info/" not in name} == expected

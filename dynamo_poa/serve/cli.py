@@ -138,11 +138,13 @@ def dynamo_main() -> None:
 def main() -> None:
     """Run `dynamo-poa`."""
     from dynamo_poa.bench import demo
+    from dynamo_poa.bench.suites import command as bench
     from dynamo_poa.serve import commands
 
     app = _app("Adaptive routing for NVIDIA Dynamo: serve a graph, watch it, steer it.")
     commands.register(app)
     demo.register(app)
+    bench.register(app)
     _run(app)
 
 

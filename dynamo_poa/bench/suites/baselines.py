@@ -17,7 +17,8 @@ from dynamo_poa.bench.suites.cells import Cell, Policy, Result
 from dynamo_poa.errors import ConfigError
 
 DEFAULT = Policy(name="kv")
-BEST = Policy(name="kv best")  # stands for a setting that is still to be found
+# Stands for a setting that is still to be found; no engine takes it as it is. It may be the default.
+BEST = Policy(name="kv best", router_temperature=-1.0)
 LIVE = (
     Policy(name="round-robin", router_mode="round-robin"),
     Policy(name="random", router_mode="random"),
@@ -55,9 +56,9 @@ def policy(name: str) -> Policy:
 
 def setting(temperature: float, credit: float, load_scale: float = 1.0) -> Policy:
     """Return KV routing with these parameters; at Dynamo's defaults it has that policy's name."""
-    scale = f", scale {load_scale:g}" if load_scale != 1 else ""
+    scale = f" scale={load_scale:g}" if load_scale != 1 else ""
     found = Policy(
-        name=f"kv τ {temperature:g}, ω {credit:g}{scale}",
+        name=f"kv τ={temperature:g} ω={credit:g}{scale}",
         router_temperature=temperature,
         overlap_credit=credit,
         prefill_load_scale=load_scale,

@@ -5,8 +5,8 @@ Owns: the order (policies interleaved within a workload and seed), the simulator
 Does not own: how one cell is run (replayed.py, live.py), where results are kept (store.py), what is shown
               (command.py).
 Invariant: every cell that is handed in ends in one result, kept at once; but for a run that is interrupted
-           or whose disk is full, which keeps what was finished. Policies of one workload and seed are run next
-           to one another, in an order of chance.
+           or whose disk is full, which keeps what was finished. Policies of one workload and seed are run
+           side by side, in an order of chance.
 """
 
 import asyncio
