@@ -1,5 +1,8 @@
 """The timing profiles: what is in the files, and that the simulator takes them."""
 
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -63,3 +66,37 @@ def test_an_unknown_profile_is_refused_with_those_there_are():
         ConfigError, match=r"profile = 'h100': must be a path or one of b200-llama-70b-tp4, b200-nem"
     ):
         profiles.path_of("h100")
+
+
+def test_a_folder_of_the_profilers_results_is_a_profile(tmp_path: Path):
+    """`--profile DIR`; worked: prefill 5 + 0.1 n ms, steps 8 + 0.02 requests + KV tokens / 100,000 ms."""
+    tokens = [100, 1000, 4000]
+    prefill = {"prefill_isl": tokens, "prefill_ttft": [5 + 0.1 * n for n in tokens]}
+    (tmp_path / "prefill_raw_data.json").write_text(json.dumps(prefill))
+    points = [(share, context) for share in (0.1, 0.5, 1.0) for context in (500, 2000, 4000)]
+    steps_ms = [8 + 0.02 * round(share * 1e6 / context) + share * 10 for share, context in points]
+    decode = {
+        "x_kv_usage": [share for share, _ in points],
+        "y_context_length": [context for _, context in points],
+        "z_itl": steps_ms,
+        "max_kv_tokens": 1_000_000,
+    }
+    (tmp_path / "decode_raw_data.json").write_text(json.dumps(decode))
+    path = profiles.path_of(str(tmp_path))
+    with np.load(path) as tables:
+        at_2000 = np.interp(2000, tables["prefill_isl"], tables["prefill_ttft_ms"])
+        assert at_2000 == pytest.approx(205, rel=1e-6)
+        assert tables["decode_itl"][-1, -1] == pytest.approx(8 + 0.02 * 250 + 10, rel=1e-6)
+    assert profiles.path_of(str(tmp_path)) == path
+
+
+def test_a_folder_without_results_is_refused(tmp_path: Path):
+    """What is missing, by name."""
+    with pytest.raises(
+        ConfigError, match=r"must hold selected_prefill_interpolation/raw_data\.npz or prefill_raw"
+    ):
+        profiles.path_of(str(tmp_path))
+    (tmp_path / "prefill_raw_data.json").write_text("{}")
+    (tmp_path / "decode_raw_data.json").write_text("{}")
+    with pytest.raises(ConfigError, match="not the profiler's results: 'prefill_isl'"):
+        profiles.path_of(str(tmp_path))
