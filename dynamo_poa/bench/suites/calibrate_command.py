@@ -8,7 +8,7 @@ Invariant: stdout is the fragment and nothing else.
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
@@ -22,12 +22,13 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from dynamo_poa.bench.suites import profiles, replayed
-from dynamo_poa.bench.suites.calibrate import Calibration, calibrate, fleet_of, runs_at_most
-from dynamo_poa.bench.suites.cells import Cell, Result
-from dynamo_poa.bench.suites.fragment import yaml_of
+from dynamo_poa.bench.suites import profiles
 from dynamo_poa.errors import ConfigError
 from dynamo_poa.telemetry import configure_logging
+
+if TYPE_CHECKING:  # Dynamo takes a second to import, and other commands do not need it
+    from dynamo_poa.bench.suites.calibrate import Calibration
+    from dynamo_poa.bench.suites.cells import Cell, Result
 
 
 def register(app: typer.Typer) -> None:
@@ -44,7 +45,7 @@ def calibrate_trace(
         str,
         typer.Option(
             metavar="NAME|PATH",
-            help=f"timing of a worker: {', '.join(profiles.names())}, or an npz file of the mock engine's; "
+            help=XX
             "by default the engine's own",
         ),
     ] = "",
@@ -55,12 +56,16 @@ def calibrate_trace(
     ] = None,
 ) -> None:
     """Replay a trace in Dynamo's simulator; print the thresholds and parameters it asks for, as YAML."""
+    from dynamo_poa.bench.suites import replayed
+    from dynamo_poa.bench.suites.calibrate import calibrate, fleet_of, runs_at_most
+    from dynamo_poa.bench.suites.fragment import yaml_of
+
     configure_logging("error")
     fleet = fleet_of(topology, profile, kv_blocks)
     with _progress() as progress, replayed.pool() as pool:
         task = progress.add_task("replaying", total=runs_at_most())
 
-        def run(cells: Sequence[Cell]) -> list[Result]:
+        def run(cells: "Sequence[Cell]") -> "list[Result]":
             results = []
             for result in pool.map(replayed.run, cells):
                 results.append(result)
@@ -86,7 +91,7 @@ def _progress() -> Progress:
     )
 
 
-def _write(found: Calibration, path: Path) -> None:
+def _write(found: "Calibration", path: Path) -> None:
     try:
         path.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=2) + b"\n")
     except OSError as error:
