@@ -139,7 +139,6 @@ def main() -> None:
     """Run `dynamo-poa`."""
     from dynamo_poa.bench import demo
     from dynamo_poa.bench.suites import calibrate_command
-    from dynamo_poa.bench.suites import calibrate_command as calibrate
     from dynamo_poa.bench.suites import command as bench
     from dynamo_poa.serve import commands
 
@@ -147,7 +146,6 @@ def main() -> None:
     commands.register(app)
     demo.register(app)
     bench.register(app)
-    calibrate.register(app)
     calibrate_command.register(app)
     _run(app)
 

@@ -22,11 +22,10 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from dynamo_poa.bench.suites import profiles
 from dynamo_poa.errors import ConfigError
 from dynamo_poa.telemetry import configure_logging
 
-if TYPE_CHECKING:  # Dynamo takes a second to import, and other commands do not need it
+if TYPE_CHECKING:  # the search takes a second to import, and other commands do not need it
     from dynamo_poa.bench.suites.calibrate import Calibration
     from dynamo_poa.bench.suites.cells import Cell, Result
 
@@ -45,8 +44,8 @@ def calibrate_trace(
         str,
         typer.Option(
             metavar="NAME|PATH",
-            help=XX
-            "by default the engine's own",
+            help="timing of a worker: a name (a wrong one lists them), an npz file of the mock engine's, or "
+            "a folder of Dynamo's profiler; by default the engine's own",
         ),
     ] = "",
     kv_blocks: Annotated[int, typer.Option(help="KV blocks of each worker; 0: the profile's", min=0)] = 0,
@@ -73,12 +72,13 @@ def calibrate_trace(
             return results
 
         found = calibrate(trace, fleet, run, requests)
-    sys.stdout.write(yaml_of(found))
     if json_file:
         _write(found, Path(json_file))
+    sys.stdout.write(yaml_of(found))
 
 
 def _progress() -> Progress:
+    console = Console(stderr=True)
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -86,8 +86,9 @@ def _progress() -> Progress:
         TimeElapsedColumn(),
         TextColumn("left"),
         TimeRemainingColumn(),
-        console=Console(stderr=True),
+        console=console,
         transient=True,
+        disable=not console.is_terminal,
     )
 
 
