@@ -37,15 +37,15 @@ def done(of: Cell, **figures: float) -> Result:
     return Result(cell=of, state="done", figures=figures)
 
 
-def stamp(suite: str = "test", commit: str = "abc", **rest: Any) -> Stamp:
+def stamp(
+    suite: str = "test",
+    commit: str = "abc",
+    seeds: tuple[int, ...] = (1, 2, 3),
+    started_at: str = "2026-01-01T00:00:00Z",
+) -> Stamp:
     """Return a stamp of a made-up machine."""
     machine = Machine(
         processor="P", cores=2, system="Linux", python="3.11", nats_server="n", packages={}, commit=commit
     )
-    values = {
-        "command": "bench run test",
-        "seeds": (1, 2, 3),
-        "cells": 3,
-        "started_at": "2026-01-01T00:00:00Z",
-    }
-    return Stamp(suite=suite, machine=machine, **(values | rest))
+    command = "bench run test"
+    return Stamp(suite=suite, machine=machine, command=command, seeds=seeds, cells=3, started_at=started_at)

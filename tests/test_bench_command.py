@@ -51,7 +51,7 @@ class Simulator:
     async def block(
         self, fleet: Fleet, policies: tuple[Policy, ...], window_s: float
     ) -> AsyncIterator[Block]:
-        yield self  # type: ignore[misc]
+        yield self
 
     async def run(self, cell: Cell) -> Result:
         return self(cell)
