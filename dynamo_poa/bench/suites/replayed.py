@@ -160,6 +160,8 @@ def pool(processes: int = PROCESSES) -> Iterator[ProcessPoolExecutor]:
 
 def _settle() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what an interruption ends
+    if os.isatty(2):  # where Dynamo draws a progress bar of its own over ours
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
 def _records(cell: Cell) -> list[_Record]:
