@@ -1,6 +1,8 @@
 """What is found on a trace, with a simulator made of formulas; and the YAML that tells it."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -180,3 +182,51 @@ def test_a_trace_of_one_instant_is_refused(tmp_path: Path):
     path.write_text((json.dumps(line) + "\n") * 10)
     with pytest.raises(ConfigError, match="all requests of its first half come at one instant"):
         calibrate(str(path), fleet_of("8A"), Formulas({}))
+
+
+def calibrated(*words: str) -> subprocess.CompletedProcess[str]:
+    """Run `dynamo-poa calibrate`."""
+    command = [sys.executable, "-c", "from dynamo_poa.serve.cli import main; main()", "calibrate", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_the_command_prints_the_fragment_alone_and_writes_the_findings(tmp_path: Path):
+    """On Dynamo's simulator, all the way: stdout can be piped to a file that `serve` reads."""
+    trace, findings = tmp_path / "trace.jsonl", tmp_path / "found.json"
+    lines = [
+        {
+            "timestamp": 1000 * n,
+            "input_length": 2000,
+            "output_length": 2,
+            "hash_ids": [n % 7, *range(7 + 3 * n, 10 + 3 * n)],
+        }
+        for n in range(600)
+    ]
+    trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    fleet = ("--topology", "2A", "--kv-blocks", "4096")
+    done = calibrated("--trace", str(trace), *fleet, "--json", str(findings))
+    assert done.returncode == 0, done.stderr
+    fragment = tmp_path / "calibrated.yaml"
+    fragment.write_text(done.stdout)
+    load_sections(fragment, {"PoaRouter": RouterConfig, "PoaController": ControllerConfig})
+    found = json.loads(findings.read_text())
+    assert (found["requests"], found["fleet"]["kv_blocks"], len(found["choices"])) == (300, 4096, 3)
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (("--topology", "many"), "error: topology = 'many': must be like 4P/4D or 8A"),
+        (
+            ("--topology", "2A", "--profile", "h100"),
+            "error: profile = 'h100': must be a path or one of b200-",
+        ),
+        (("--topology", "2A", "--trace", "nowhere.jsonl"), "error: trace nowhere.jsonl: cannot be read"),
+    ],
+)
+def test_what_cannot_be_calibrated_is_one_clear_line(trace: str, words: tuple[str, ...], problem: str):
+    """2 is "cannot be done as asked"; no traceback."""
+    done = calibrated("--trace", trace, *words)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(problem)
+    assert done.stderr.count("\n") == 1
