@@ -208,6 +208,44 @@ def test_the_summary_is_markdown_whose_tables_hold() -> None:
     assert "nan" not in text
 
 
+def test_a_sweep_in_phases_is_told_load_by_load() -> None:
+    """Paper-2: each phase has a load of its own. Where a load comes again (paper-3), phases stay phases."""
+    phases = tuple(Phase(name=f"{n} users", load=Closed(users=n), seconds=5.0) for n in (16, 64))
+    sweep = Result(
+        cell=cell(OURS, Closed(users=64), phases=phases),
+        state="done",
+        figures={"16 users.ttft_mean_s": 0.1, "64 users.ttft_mean_s": 0.4, "requests": 9.0},
+        picks={"decode-0": 9},
+        series=(Point(at_s=1.0, phase="16 users"), Point(at_s=6.0, phase="64 users")),
+    )
+    low, high = arranged.swept([sweep])
+    assert (low.cell.load, low.cell.phases, low.figures) == (Closed(users=16), (), {"ttft_mean_s": 0.1})
+    assert (high.cell.load, high.figures, high.picks) == (Closed(users=64), {"ttft_mean_s": 0.4}, {})
+    assert [point.at_s for point in high.series] == [6.0]
+    assert arranged.swept(over_phases()) == tuple(over_phases())
+    assert arranged.phases(arranged.swept(over_phases())) == ("below.", "saturated.", "after.")
+
+
+def test_cached_shares_are_of_the_groups_that_all_went_through() -> None:
+    """A policy that alone was asked what no cache helps with does not look worse for it."""
+    results = [flat(policy, seed, cached_frac=0.6) for policy in (DEFAULT, ROUND_ROBIN) for seed in SEEDS]
+    alone = Result(cell=cell(load=Closed(users=99)), state="done", figures={"cached_frac": 0.0})
+    (row, _) = next(tables.headlines([*results, alone, *with_ttft(results)])).rows
+    assert row[-2].main == "60%"
+
+
+def with_ttft(results: list[Result]) -> list[Result]:
+    """The same cells under another load, with a TTFT."""
+    return [
+        msgspec.structs.replace(
+            one,
+            cell=msgspec.structs.replace(one.cell, load=Closed(users=9)),
+            figures={"cached_frac": 0.6, "ttft_mean_s": 1.0},
+        )
+        for one in results
+    ]
+
+
 def adaptive(prefix: str, static: float, ours: float, fleet: Fleet) -> list[Result]:
     """Cells of two phases, the second the heavier, in which PoA-hat was so much."""
     phases = (
@@ -311,6 +349,19 @@ def test_the_document_names_the_command_beside_every_table() -> None:
         assert "Reproduce: `dynamo-poa bench run " in part, part[:80]
     assert "--out results" not in text
     assert text.index("## splits") < text.index("## paper-3")
+
+
+def test_the_papers_two_models_are_two_parts_of_the_document() -> None:
+    """The same suite on each model's timing profile."""
+    both = [
+        contents("paper-3", adaptive("poa_hat", 4.0, 2.0, msgspec.structs.replace(FIVE, profile=profile)))
+        for profile in ("b200-nemotron-340b-tp8", FIVE.profile)
+    ]
+    text = results_doc.markdown(both)
+    assert text.index("## paper-3 on b200-llama-70b-tp4") < text.index("## paper-3 on b200-nemotron-340b-tp8")
+    rows = {line.split(" | ")[1]: line for line in text.splitlines() if "66.4" in line or "28.3" in line}
+    assert set(rows) == {"70B, 1P/5D", "340B"}
+    assert all("PoA-hat −50 % (−50 % to −50 %) | yes |" in row for row in rows.values())
 
 
 def test_the_document_keeps_what_disappoints() -> None:

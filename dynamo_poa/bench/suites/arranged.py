@@ -6,8 +6,9 @@ Does not own: comparisons (paired.py, standing.py), drawing (plots.py, maps.py).
 Invariant: only cells that are `done` are data; open and closed loops never share an axis.
 """
 
+import itertools
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 import msgspec
@@ -32,6 +33,30 @@ class Place(NamedTuple):
 def done(results: Iterable[Result]) -> tuple[Result, ...]:
     """Return the results that are data."""
     return tuple(result for result in results if result.state == "done")
+
+
+def swept(results: Iterable[Result]) -> tuple[Result, ...]:
+    """Return the results that are data, each phase of a sweep as a cell of its own.
+
+    A sweep's phases are loads that come once each. Phases whose load comes again are told by their names.
+    """
+    return tuple(itertools.chain.from_iterable(map(_phase_by_phase, done(results))))
+
+
+def _phase_by_phase(result: Result) -> Iterator[Result]:
+    phases = result.cell.phases
+    if not phases or len({phase.load for phase in phases}) < len(phases):
+        yield result
+        return
+    for phase in phases:
+        prefix = f"{phase.name}."
+        yield msgspec.structs.replace(
+            result,
+            cell=msgspec.structs.replace(result.cell, load=phase.load, seconds=phase.seconds, phases=()),
+            figures={k.removeprefix(prefix): v for k, v in result.figures.items() if k.startswith(prefix)},
+            picks={},  # known over all phases together alone
+            series=tuple(point for point in result.series if point.phase == phase.name),
+        )
 
 
 def measured(results: Iterable[Result]) -> tuple[Result, ...]:

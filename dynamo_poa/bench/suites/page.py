@@ -109,15 +109,15 @@ def page(stamp: Stamp, results: Sequence[Result]) -> str:
 
 def all_plots(results: Sequence[Result]) -> Iterator[Plot]:
     """Yield every plot that the results give."""
-    data = arranged.done(results)
+    data, swept = arranged.done(results), arranged.swept(results)
     yield from itertools.chain(
-        plots.forest(data),
+        plots.forest(swept),
         timeline.over_time(data),
-        plots.poa(data),
+        plots.poa(swept),
         maps.settings(data),
         maps.splits(data),
-        plots.latency(data),
-        plots.pareto(data),
+        plots.latency(swept),
+        plots.pareto(swept),
         maps.picks(data),
     )
 

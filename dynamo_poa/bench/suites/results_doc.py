@@ -38,11 +38,11 @@ PREAMBLE = (
 def markdown(suites: Sequence[Contents]) -> str:
     """Return the document.
 
-    Args:     suites: one of each suite.
+    Args:     suites: one of each suite and model.
     """
-    ordered = sorted(suites, key=lambda contents: _order(contents.stamp.suite))
+    ordered = sorted(suites, key=_order)
     parts = ["# What routing is worth", PREAMBLE, "## In short"]
-    parts += [f"**{c.stamp.suite}**: {' '.join(verdicts(c.results))}" for c in ordered]
+    parts += [f"**{title(c)}**: {' '.join(verdicts(c.results))}" for c in ordered]
     parts.append(_commanded(_beside_the_paper(ordered), 2, _commands(ordered)))
     parts += ["## What disappoints", "\n".join(_disappointing(ordered)) or "Nothing."]
     for contents in ordered:
@@ -52,8 +52,15 @@ def markdown(suites: Sequence[Contents]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _order(suite: str) -> tuple[int, str]:
-    return (ORDER.index(suite) if suite in ORDER else len(ORDER), suite)
+def _order(contents: Contents) -> tuple[int, str]:
+    suite = contents.stamp.suite
+    return (ORDER.index(suite) if suite in ORDER else len(ORDER), title(contents))
+
+
+def title(contents: Contents) -> str:
+    """Return the suite's name, and the timing profiles its workers had."""
+    profiles = sorted({result.cell.fleet.profile for result in contents.results} - {""})
+    return contents.stamp.suite + f" on {', '.join(profiles)}" * bool(profiles)
 
 
 def command(contents: Contents) -> str:
@@ -78,7 +85,10 @@ PROBLEMS = "Void and failed cells"
 
 
 def _beside_the_paper(suites: Sequence[Contents]) -> Table:
-    by_name = {contents.stamp.suite: contents.results for contents in suites}
+    by_name: dict[str, tuple[Result, ...]] = {}
+    for contents in suites:
+        name = contents.stamp.suite
+        by_name[name] = (*by_name.get(name, ()), *contents.results)
     rows = []
     for claim in CLAIMS:
         ours = answer(claim, by_name.get(claim.suite, ()))
@@ -114,7 +124,7 @@ def _beside_the_paper(suites: Sequence[Contents]) -> Table:
 def _disappointing(suites: Sequence[Contents]) -> Iterator[str]:
     """Yield what did not come out as one would wish: our policies that are not better, cells without data."""
     for contents in suites:
-        name, results = contents.stamp.suite, contents.results
+        name, results = title(contents), contents.results
         for line in _not_better(results):
             yield f"- {name}: {line}"
         lost = [result for result in results if result.state != "done"]
@@ -128,7 +138,7 @@ def _disappointing(suites: Sequence[Contents]) -> Iterator[str]:
 
 
 def _not_better(results: Sequence[Result]) -> Iterator[str]:
-    data = arranged.done(results)
+    data = arranged.swept(results)
     adaptive = {r.cell.policy.name for r in data if r.cell.policy.plugin == "active"}
     default = arranged.default_policy(data)
     for phase in arranged.phases(data):
@@ -142,7 +152,7 @@ def _not_better(results: Sequence[Result]) -> Iterator[str]:
 
 def _suite(contents: Contents) -> Iterator[str]:
     results, text = contents.results, command(contents)
-    yield f"## {contents.stamp.suite}"
+    yield f"## {title(contents)}"
     yield f"{tables.counted(contents.stamp, results)}. " + " ".join(verdicts(results))
     shown = [*tables.headlines(results), *(table for table in tables.groups(results) if table.leading)]
     shown += [*tables.split_tables(results), *tables.absolutes(results)]
@@ -156,14 +166,14 @@ def _stamp(contents: Contents) -> Table:
     table = tables.stamp_table(contents.stamp)
     rows = tuple(row for row in table.rows if row[0].main not in ("suite", "command"))
     return Table(
-        title=contents.stamp.suite,
+        title=title(contents),
         columns=table.columns,
         rows=((Text("command"), Text(command(contents))), *rows),
     )
 
 
 def read(folders: Sequence[Path]) -> tuple[Contents, ...]:
-    """Return the suites in the folders.
+    """Return the suites in the folders; one may be there once for each model.
 
     Raises:   ConfigError when there is none, or one of them twice.
     """
@@ -173,7 +183,7 @@ def read(folders: Sequence[Path]) -> tuple[Contents, ...]:
         for contents in read_all(folder)
         if not contents.stamp.suite.endswith(TUNING_SUFFIX)
     ]
-    names = [contents.stamp.suite for contents in found]
+    names = [title(contents) for contents in found]
     twice = sorted({name for name in names if names.count(name) > 1})
     problems = [f"{name}: in more than one folder, must be in one" for name in twice]
     if not found:

@@ -41,7 +41,7 @@ class Standing(msgspec.Struct, frozen=True, kw_only=True):
 
     against:  by figure, the policy over the default, over all groups
     better, worse:  in so many of its `groups` (fleet, workload, load), by the leading figure
-    cached:   share of the prompts' tokens that was cached; None where nobody told
+    cached:   share of the prompts' tokens that was cached, see `cached`
     """
 
     policy: str
@@ -79,7 +79,6 @@ def standings(results: Sequence[Result], phase: str = "") -> tuple[Standing, ...
     data = arranged.done(results)
     against = {phase + figure: against_default(data, phase + figure) for figure in COMPARED}
     groups = by_group(data, phase + LEADING)
-    own = arranged.grouped(data, lambda result: result.cell.policy.name)
     listed = []
     for name in arranged.policy_names(data):
         if name == arranged.default_policy(data):
@@ -92,10 +91,23 @@ def standings(results: Sequence[Result], phase: str = "") -> tuple[Standing, ...
                 better=verdicts.count("better"),
                 worse=verdicts.count("worse"),
                 groups=len(verdicts),
-                cached=typical(own[name], phase + "cached_frac"),
+                cached=cached(data, name, phase),
             )
         )
     return tuple(sorted(listed, key=lambda standing: _ratio(standing, phase)))
+
+
+def cached(results: Sequence[Result], policy: str, phase: str = "") -> Interval | None:
+    """Return a policy's cached share over the groups that all policies went through; None of none."""
+    own = [result for result in _shared(results) if result.cell.policy.name == policy]
+    return typical(own, phase + "cached_frac")
+
+
+def _shared(results: Sequence[Result]) -> tuple[Result, ...]:
+    groups = arranged.grouped(arranged.done(results), lambda result: result.cell.group)
+    names = {name: {result.cell.policy.name for result in cells} for name, cells in groups.items()}
+    every = set[str]().union(*names.values())
+    return tuple(result for name, cells in groups.items() if names[name] == every for result in cells)
 
 
 def _ratio(standing: Standing, phase: str) -> float:

@@ -32,12 +32,12 @@ def markdown(stamp: Stamp, results: Sequence[Result]) -> str:
 
 def verdicts(results: Sequence[Result]) -> Iterator[str]:
     """Yield in words what routing was worth, once or by phase, and what the split of the workers was."""
-    split = split_headline(results)
+    split, data = split_headline(results), arranged.swept(results)
     if split:
         yield split
-    if not split or len(arranged.policy_names(arranged.done(results))) > 1:
-        for phase in arranged.phases(arranged.done(results)):
-            said = headline(results, phase)
+    if not split or len(arranged.policy_names(data)) > 1:
+        for phase in arranged.phases(data):
+            said = headline(data, phase)
             yield f"{arranged.phase_name(phase).capitalize()}: {said}" if phase else said
 
 

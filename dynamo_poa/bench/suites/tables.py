@@ -14,7 +14,7 @@ import msgspec
 from dynamo_poa.bench.suites import arranged
 from dynamo_poa.bench.suites.cells import Result, Stamp
 from dynamo_poa.bench.suites.paired import Comparison, Interval, typical
-from dynamo_poa.bench.suites.standing import COMPARED, LEADING, by_group, percent, standings
+from dynamo_poa.bench.suites.standing import COMPARED, LEADING, by_group, cached, percent, standings
 from dynamo_poa.serve.show import UNKNOWN
 
 ABSOLUTE = {
@@ -83,18 +83,16 @@ def value_text(value: float, figure: str) -> str:
 
 def headlines(results: Sequence[Result]) -> Iterator[Table]:
     """Yield policies against the default over everything, phase by phase where loads have phases."""
-    data = arranged.done(results)
+    data = arranged.swept(results)
     default, phases = arranged.default_policy(data), arranged.phases(data)
     listed = {phase: standings(data, phase) for phase in phases}
     keys = [f for f in COMPARED if any(p + f in s.against for p in phases for s in listed[p])]
     if default is None or not keys:
         return
-    own, rows = [result for result in data if result.cell.policy.name == default], list[tuple[Text, ...]]()
+    rows = list[tuple[Text, ...]]()
     for phase in phases:
-        cached = typical(own, phase + "cached_frac")
-        rows.append(
-            (_named(phase, default), *(Text("0", "the measure") for _ in keys), _share(cached), Text(""))
-        )
+        measure, share = [Text("0", "the measure")] * len(keys), _share(cached(data, default, phase))
+        rows.append((_named(phase, default), *measure, share, Text("")))
         rows += [
             (
                 _named(phase, s.policy),
@@ -123,7 +121,7 @@ def _share(interval: Interval | None) -> Text:
 
 def groups(results: Sequence[Result]) -> Iterator[Table]:
     """Yield policies against the default group by group, a table a figure; the longer side goes down."""
-    data = arranged.done(results)
+    data = arranged.swept(results)
     default = arranged.default_policy(data)
     for figure in DETAILED:
         found = {
@@ -150,7 +148,7 @@ def groups(results: Sequence[Result]) -> Iterator[Table]:
 
 def absolutes(results: Sequence[Result]) -> Iterator[Table]:
     """Yield the default's own figures, so that changes can be turned into seconds."""
-    data = arranged.done(results)
+    data = arranged.swept(results)
     default, phases = arranged.default_policy(data), arranged.phases(data)
     own = [result for result in data if result.cell.policy.name == default]
     keys = [figure for figure in ABSOLUTE if any(p + figure in r.figures for p in phases for r in own)]
