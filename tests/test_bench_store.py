@@ -84,6 +84,17 @@ def test_cells_are_marked_as_not_run_until_their_result_comes(tmp_path: Path) ->
     assert {result.cell.seed: (result.state, result.reason) for result in read(store.path).results} == marked
 
 
+def test_of_cells_that_are_no_longer_asked_for_those_that_are_done_stay(tmp_path: Path) -> None:
+    """A mark or a failure of such a cell says nothing that somebody wants to know."""
+    first, second = done(cell(seed=1), x=1.0), Result(cell=cell(seed=2), state="failed", reason="dead")
+    with Store.open(tmp_path, stamp(), [cell(seed=seed) for seed in (1, 2, 3)]) as store:
+        store.add(first)
+        store.add(second)
+    with Store.open(tmp_path, stamp(), [cell(seed=4)]) as store:
+        assert store.contents.results == (first,)
+    assert [(one.cell.seed, one.state) for one in read(store.path).results] == [(1, "done"), (4, "failed")]
+
+
 def test_results_of_another_build_or_machine_are_never_mixed(tmp_path: Path) -> None:
     """The message names what changed, both values, and what to do; the file stays as it was."""
     path = filled(tmp_path, done(cell(), x=1.0))

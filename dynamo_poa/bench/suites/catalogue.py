@@ -118,12 +118,15 @@ def seconds_of(cell: Cell) -> float:
     return cell.warm_up_s + measured_s + DRAIN_S
 
 
+def step_s(cells: Sequence[Cell]) -> float:
+    """Return about how long these cells take, with the start of their graphs."""
+    graphs = {(cell.fleet, cell.policy) for cell in cells if cell.engine == "live"}
+    return sum(map(seconds_of, cells)) + GRAPH_START_S * len(graphs)
+
+
 def estimated_s(cells: Sequence[Cell]) -> float:
-    """Return about how long cells take, with what finds their best settings and the start of their graphs."""
-    every = (*baselines.tuning_cells(cells), *cells)
-    live = [cell for cell in cells if cell.engine == "live"]
-    graphs = {(cell.fleet, cell.policy) for cell in live}
-    return sum(map(seconds_of, every)) + GRAPH_START_S * len(graphs)
+    """Return about how long a run of these cells takes: to find their best settings, and to measure."""
+    return step_s(baselines.tuning_cells(cells)) + step_s(cells)
 
 
 def _check(options: Options) -> None:

@@ -13,7 +13,7 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
-from dynamo_poa.bench.suites.catalogue import estimated_s, seconds_of
+from dynamo_poa.bench.suites.catalogue import seconds_of, step_s
 from dynamo_poa.bench.suites.cells import Cell, Result
 from dynamo_poa.clock import Clock
 
@@ -30,7 +30,7 @@ class Meter:
         self.states: Counter[str] = Counter()
         self.total = len(cells)
         self._clock, self._started_s = clock, clock.monotonic_s()
-        self._all_s = estimated_s(cells)
+        self._all_s = step_s(cells)
         self._overhead = self._all_s / (sum(map(seconds_of, cells)) or 1.0)  # graphs' starts, over all cells
         self._finished_s = 0.0
 

@@ -86,7 +86,7 @@ class _Session:
                 self._say(f"{problem}; its cell is run again")
             results = {result.cell.id: result for result in store.contents.results}
             todo = [cell for cell in cells if cell.id not in store.contents.done]
-            meter = Meter([cell for cell in todo if cell.policy != baselines.BEST], self._clock)
+            meter = Meter(todo, self._clock)
             if len(todo) < len(cells):
                 self._say(f"{name}: {len(cells) - len(todo)} of {len(cells)} cells are done already")
             with Teller(self._told, name, meter) as teller:

@@ -92,7 +92,8 @@ class Store:
     def open(cls, folder: Path, stamp: Stamp, cells: Iterable[Cell], *, fresh: bool = False) -> Self:
         """Open a suite's file, new or where it stopped; what it held is then in `contents`.
 
-        The stamp of what is asked now replaces the one of then, except for when it was begun.
+        The stamp of what is asked now replaces the one of then, except for when it was begun. Of cells that
+        are not asked for now, those that are done stay.
 
         Args:     cells: that are asked for; those without a result are marked as not run.
                   fresh: sets aside what is there, under the name it then has, and begins anew.
@@ -110,10 +111,11 @@ class Store:
                 _check_same_build(path, contents.stamp, stamp)
                 stamp = msgspec.structs.replace(stamp, started_at=contents.stamp.started_at)
                 contents = msgspec.structs.replace(contents, stamp=stamp)
-            there = {result.cell.id for result in contents.results}
-            marks = (
-                Result(cell=cell, state="failed", reason=NOT_RUN) for cell in cells if cell.id not in there
-            )
+            asked = {cell.id: cell for cell in cells}
+            kept = {r.cell.id: r for r in contents.results if r.state == "done" or r.cell.id in asked}
+            missing = (cell for key, cell in asked.items() if key not in kept)
+            marks = (Result(cell=cell, state="failed", reason=NOT_RUN) for cell in missing)
+            contents = msgspec.structs.replace(contents, results=tuple(kept.values()))
             _write(path, (stamp, *contents.results, *marks))
             return cls(path, contents)
         except OSError as error:
