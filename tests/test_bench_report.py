@@ -103,7 +103,16 @@ def test_splits_are_of_the_same_workers() -> None:
 
 @pytest.mark.parametrize(
     ("ratio", "text"),
-    [(0.853, "−15 %"), (0.951, "−4.9 %"), (1.0, "+0.0 %"), (2.5, "+150 %"), (31.2, "31x"), (None, "-")],
+    [
+        (0.853, "−15 %"),
+        (0.951, "−4.9 %"),
+        (1.0, "+0.0 %"),
+        (0.9999, "+0.0 %"),
+        (0.9004, "−10 %"),
+        (2.5, "+150 %"),
+        (31.2, "31x"),
+        (None, "-"),
+    ],
 )
 def test_ratios_are_told_as_changes(ratio, text) -> None:
     """A table is read by people."""
@@ -362,6 +371,20 @@ def test_the_papers_two_models_are_two_parts_of_the_document() -> None:
     rows = {line.split(" | ")[1]: line for line in text.splitlines() if "66.4" in line or "28.3" in line}
     assert set(rows) == {"70B, 1P/5D", "340B"}
     assert all("PoA-hat −50 % (−50 % to −50 %) | yes |" in row for row in rows.values())
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        ("bench run smoke --out /a/b --seeds 3", "bench run smoke --out DIR --seeds 3"),
+        ("bench run w --trace '/a b/t.jsonl' --out='/c d'", "bench run w --trace t.jsonl --out DIR"),
+    ],
+)
+def test_commands_name_no_folder_of_whoever_ran_them(given, shown) -> None:
+    """A document is read elsewhere."""
+    half = contents("smoke", [])
+    made = msgspec.structs.replace(half, stamp=msgspec.structs.replace(half.stamp, command=given))
+    assert results_doc.command(made) == shown
 
 
 def test_the_document_keeps_what_disappoints() -> None:

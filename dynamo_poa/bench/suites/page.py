@@ -186,7 +186,9 @@ def _method() -> str:
     return (
         '<p class="note">Cells that differ in nothing but their policy are paired: same fleet, workload, '
         "load and seed. The interval of a change comes from a bootstrap over seeds, widened for their small "
-        "number. An interval that holds 0 is no difference. From fewer than three seeds there is no verdict. "
+        "number. An interval that holds 0 is no difference. Of twenty comparisons "
+        "where there is no difference, about one looks like one. From fewer than three seeds there is no "
+        "verdict. "
         "TTFT: time to first token, in an open loop from when the request was due. ITL: mean time between a "
         "request's tokens. E2E: to the last token. Cached: share of the prompts' tokens that no worker had "
         "to compute again. PoA-hat: cost of the routing that took place over that of the best one in "

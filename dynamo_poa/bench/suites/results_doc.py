@@ -64,8 +64,9 @@ def title(contents: Contents) -> str:
 
 
 def command(contents: Contents) -> str:
-    """Return the command that makes the results anew, its folder named DIR."""
-    return re.sub(r"--out[ =]\S+", "--out DIR", contents.stamp.command)
+    """Return the command that makes the results anew, wherever the reader keeps folders and traces."""
+    text = re.sub(rf"--out[ =]{_WORD}", "--out DIR", contents.stamp.command)
+    return re.sub(rf"--trace[ =]{_WORD}", lambda found: f"--trace {Path(found[1].strip(chr(39))).name}", text)
 
 
 def _commands(suites: Sequence[Contents]) -> str:
@@ -81,6 +82,7 @@ def _commanded(table: Table, level: int, text: str) -> str:
     return f"{title}\n\nReproduce: `{text}`\n{rest}" if text else f"{title}\n{rest}"
 
 
+_WORD = r"('[^']*'|\S+)"  # of a shell
 PROBLEMS = "Void and failed cells"
 
 

@@ -166,7 +166,7 @@ def percent(ratio: float | None) -> str:
     """Return a ratio as a change: +8.1 %, -12 %; of ten times and more as it is: 31x."""
     if ratio is None:
         return UNKNOWN
-    change = 100 * (ratio - 1)
+    change = round(100 * (ratio - 1), 1) + 0.0  # no minus before nothing
     if ratio >= 10:
         return f"{ratio:.0f}x"
-    return f"{change:+.{0 if abs(change) >= 9.95 else 1}f} %".replace("-", "\N{MINUS SIGN}")
+    return f"{change:+.{0 if abs(change) >= 10 else 1}f} %".replace("-", "\N{MINUS SIGN}")
