@@ -190,6 +190,19 @@ def test_a_disk_that_is_full_from_the_start_leaves_the_old_file(tmp_path: Path) 
     assert [file.name for file in tmp_path.iterdir()] == ["test.jsonl"]
 
 
+def test_two_runs_never_write_to_one_folder_at_once(tmp_path: Path) -> None:
+    """The second is refused, and let in when the first has ended, also after one that was refused."""
+    with (
+        Store.open(tmp_path, stamp(), [cell()]) as store,
+        pytest.raises(ConfigError, match="another run writes there: choose another --out"),
+    ):
+        Store.open(tmp_path, stamp("other"), [cell()])
+    assert len(read(store.path).results) == 1
+    with pytest.raises(ConfigError, match="commit was 'abc' and is 'def'"):
+        Store.open(tmp_path, stamp(commit="def"), ())
+    Store.open(tmp_path, stamp(), ()).close()
+
+
 def test_a_folder_without_results_and_a_file_without_a_stamp_are_refused(tmp_path: Path) -> None:
     """The path and what is expected are named."""
     with pytest.raises(ConfigError, match=r"must be a folder with files of results \(\*\.jsonl\)"):

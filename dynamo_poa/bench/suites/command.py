@@ -1,7 +1,7 @@
 """`dynamo-poa bench`: run a suite, list them, report what was found.
 
-Owns: the options, the steps of a run (find the best setting, then measure), what is printed, the exit status.
-Does not own: suites (catalogue.py), engines (replayed.py, live.py), results (store.py), the report (page.py).
+Owns: the options, what Ctrl-C does, the list, which reports are written, the exit status.
+Does not own: suites (catalogue.py), the steps of a run (session.py), what reports hold (page.py, summary.py).
 Invariant: results are in DIR as soon as they exist; the same command goes on where the last one stopped.
 """
 

@@ -8,6 +8,7 @@ Invariant: a file opens with one Stamp and holds results of that build and machi
            stays whatever comes after: a full disk, a kill, a line that cannot be read.
 """
 
+import fcntl
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -84,8 +85,8 @@ def read_all(folder: Path) -> tuple[Contents, ...]:
 class Store:
     """The file of one suite, open for more results."""
 
-    def __init__(self, path: Path, contents: Contents) -> None:
-        self.path, self.contents = path, contents
+    def __init__(self, path: Path, contents: Contents, lock: int) -> None:
+        self.path, self.contents, self._lock = path, contents, lock
         self._file = path.open("ab", buffering=0)
 
     @classmethod
@@ -97,13 +98,15 @@ class Store:
 
         Args:     cells: that are asked for; those without a result are marked as not run.
                   fresh: sets aside what is there, under the name it then has, and begins anew.
-        Raises:   ConfigError when results of another build or machine are there.
+        Raises:   ConfigError when results of another build or machine are there, or another run writes there.
                   StoreError when nothing can be written.
         """
         path = folder / f"{stamp.suite}{SUFFIX}"
         contents = Contents(stamp=stamp, results=())
+        lock = -1
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            lock = _lock(folder)
             if fresh and path.exists():
                 path.replace(_aside(path))
             if path.exists():
@@ -117,9 +120,13 @@ class Store:
             marks = (Result(cell=cell, state="failed", reason=NOT_RUN) for cell in missing)
             contents = msgspec.structs.replace(contents, results=tuple(kept.values()))
             _write(path, (stamp, *contents.results, *marks))
-            return cls(path, contents)
+            return cls(path, contents, lock)
         except OSError as error:
+            _unlock(lock)
             raise StoreError(f"{path}: cannot be written: {error.strerror}") from error
+        except PoaError:
+            _unlock(lock)
+            raise
 
     def add(self, result: Result) -> None:
         """Append a result: a whole line, on the disk when this returns.
@@ -138,8 +145,9 @@ class Store:
             raise StoreError(f"{self.path}: cannot be written: {error.strerror}") from error
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file; others may write to the folder."""
         self._file.close()
+        _unlock(self._lock)
 
     def __enter__(self) -> Self:
         """Give the store."""
@@ -169,6 +177,25 @@ def _check_same_build(path: Path, there: Stamp, now: Stamp) -> None:
         raise ConfigError(
             [f"{path}: {', '.join(changed)}: choose another --out, or --fresh to set its results aside"]
         )
+
+
+def _lock(folder: Path) -> int:
+    """Keep other runs from the folder: they would take the file from under this one.
+
+    Raises:  ConfigError when another run is there.
+    """
+    lock = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(lock)
+        raise ConfigError([f"{folder}: another run writes there: choose another --out"]) from error
+    return lock
+
+
+def _unlock(lock: int) -> None:
+    if lock >= 0:
+        os.close(lock)
 
 
 def _aside(path: Path) -> Path:
