@@ -65,7 +65,8 @@ CLAIMS = (
     ),
     Claim(
         key="flat-below",
-        says="below saturation (τ, ω) does not matter: PoA-hat varies by ±0.08 (70B), ±0.10 (340B) over 16",
+        says="below saturation (τ, ω) does not matter: over 16 settings PoA-hat varies by ±0.08 (70B) and "
+        "±0.10 (340B)",
         source="section 8, experiment 4",
         suite="paper-4",
         reason="with several prefill workers a miss costs time below saturation too, and τ makes misses",
