@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import json
 from collections import defaultdict
+from pathlib import Path
 
 import pytest
 
@@ -11,9 +12,9 @@ from dynamo_poa.bench.load import LoadClient, Result
 from dynamo_poa.bench.suites.live_client import Asked, LiveClient
 from dynamo_poa.clock import ManualClock
 from dynamo_poa.workloads import stream
-from dynamo_poa.workloads.arrivals import Closed, Load, Poisson
+from dynamo_poa.workloads.arrivals import Closed, Load, Poisson, TraceTimes
 from dynamo_poa.workloads.request import Request, token_ids
-from dynamo_poa.workloads.synthetic import Content, MultiTurn, Paper
+from dynamo_poa.workloads.synthetic import Content, MultiTurn, Paper, Trace
 
 SEED, BLOCK_TOKENS = 3, 16
 
@@ -174,4 +175,31 @@ async def test_a_dead_server_is_not_hammered() -> None:
     await bench.client.load(Closed(users=1))
     await bench.advance(1.02)
     assert 8 <= len(bench.asked) <= 11
+    await bench.finish()
+
+
+@pytest.mark.parametrize("load", [Closed(users=2), TraceTimes(speedup=2.0)], ids=lambda load: load.text)
+async def test_a_trace_is_exhausted_when_its_last_request_has_been_answered(
+    load: Load, tmp_path: Path
+) -> None:
+    """The rest of a measurement would be of an idle graph."""
+    rows = [
+        {"timestamp": at_s * 1000, "input_length": 600, "output_length": 5, "hash_ids": [0, at_s + 1]}
+        for at_s in range(6)
+    ]
+    path = tmp_path / "trace.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    bench = Bench(Trace(path=str(path)), service_s=1.0)
+    await bench.client.load(load)
+    left = []
+    while not bench.client.exhausted:
+        left.append(len(bench.asked))
+        await bench.advance(0.25)
+    assert left[0] == 0
+    assert len(bench.asked) == 6
+    assert bench.clock.monotonic_s() == pytest.approx(3.5, abs=0.3)  # 3 rounds of 2 users; 5 s / 2, answered
+    bodies = [json.loads(body) for body in bench.servers[0].bodies]
+    assert [len(body["prompt"]) for body in bodies] == [600] * 6
+    assert len({tuple(body["prompt"][:512]) for body in bodies}) == 1
+    assert len({tuple(body["prompt"]) for body in bodies}) == 6
     await bench.finish()

@@ -212,7 +212,7 @@ class _Course:
         """Let time pass; a trace that is at its end is over when the last has been answered."""
         until_s = self._clock.monotonic_s() + seconds
         while (left_s := until_s - self._clock.monotonic_s()) > 0:
-            if client.exhausted and not client.in_flight:
+            if client.exhausted:
                 return
             await self._clock.sleep(min(left_s, 0.25))
 

@@ -8,6 +8,7 @@ Invariant: each request that was due is accounted for: answered, failed, or not 
 
 import asyncio
 import itertools
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -19,6 +20,7 @@ from dynamo_poa.workloads.request import Request, token_ids
 from dynamo_poa.workloads.synthetic import Content, Turns
 
 MAX_IN_FLIGHT = 4000  # each is a connection
+MADE_AHEAD = 64  # requests of an open loop
 AFTER_FAILURE_S = 0.1  # a dead server is not hammered
 # Users come spread over so long. Measured: 64 who come at once, with answers of one length, go on asking as
 # one; what falls to either side of a measurement's ends is then off by a whole round of theirs.
@@ -75,11 +77,12 @@ class LiveClient:
 
     @property
     def exhausted(self) -> bool:
-        """Tell whether an open loop has nothing left to send."""
-        return self._arrivals is not None and self._arrivals.done()
+        """Tell whether a trace has come to its end and been answered."""
+        arrived = self._users.exhausted if self._arrivals is None else self._arrivals.done()
+        return arrived and not self.in_flight and not self._running
 
     async def load(self, load: Load, phase: int = 0) -> None:
-        """Change to this load, from now on; users of a closed loop stay, as far as there are still so many.
+        """Change to this load once it is ready; users of a closed loop stay, as far as they are wanted.
 
         Raises:  ConfigError when the workload cannot be read.
         """
@@ -89,9 +92,11 @@ class LiveClient:
             self._users.change(load, turns)
         else:
             requests = stream.requests(self._content, load, self._seed, self._block_tokens, phase)
+            made = deque[tuple[Request, bytes]]()
+            await self._make(requests, made, float("inf"))
             await self._end_arrivals()
             self._users.leave()
-            self._arrivals = asyncio.create_task(self._arrive(requests), name="arrivals")
+            self._arrivals = asyncio.create_task(self._arrive(requests, made), name="arrivals")
 
     async def finish(self, within_s: float) -> int:
         """Send no more and wait for what is in flight; return how many were given up."""
@@ -144,12 +149,12 @@ class LiveClient:
                 self._arrivals.result()  # an error in the workload is not kept quiet
             self._arrivals = None
 
-    async def _arrive(self, requests: Iterator[Request]) -> None:
+    async def _arrive(self, requests: Iterator[Request], made: deque[tuple[Request, bytes]]) -> None:
         started_s = self._clock.monotonic_s()
-        for request in requests:
-            assert request.at_s is not None
-            due_at_s = started_s + request.at_s
-            body = self.body(request)  # ahead of time: a long prompt takes milliseconds
+        while made:
+            request, body = made.popleft()
+            due_at_s = started_s + (request.at_s or 0.0)
+            await self._make(requests, made, due_at_s)
             await self.pause(due_at_s)
             if self.in_flight >= self._max_in_flight:
                 now_s = self._clock.monotonic_s()
@@ -162,6 +167,17 @@ class LiveClient:
             task.add_done_callback(self._running.discard)
             if request.session >= 0:
                 self._sessions[request.session] = task
+
+    async def _make(
+        self, requests: Iterator[Request], made: deque[tuple[Request, bytes]], until_s: float
+    ) -> None:
+        """Make bodies ahead: a long prompt takes a millisecond, and a trace has many that are due at once."""
+        while len(made) < MADE_AHEAD and (not made or self._clock.monotonic_s() < until_s):
+            request = next(requests, None)
+            if request is None:
+                return
+            made.append((request, self.body(request)))
+            await asyncio.sleep(0)
 
     async def _one(
         self, request: Request, due_at_s: float, body: bytes, before: "asyncio.Task[None] | None"
@@ -187,6 +203,11 @@ class _Users:
     def tasks(self) -> list["asyncio.Task[None]"]:
         """Return them, also those who are just leaving."""
         return list(self._users.values())
+
+    @property
+    def exhausted(self) -> bool:
+        """Tell whether all have asked what there was to ask."""
+        return self._wanted > 0 and all(user.done() for user in self._users.values())
 
     def change(self, load: Closed, source: Iterator[Turns]) -> None:
         """Have so many from now on, asking this; who leaves finishes their request first."""
