@@ -169,10 +169,11 @@ def test_a_topology_that_gives_a_router_nothing_to_do_is_refused(topology: str):
 
 
 def test_a_profile_brings_its_own_memory():
-    """KV blocks are those that fit beside the model's weights, unless said otherwise."""
-    assert fleet_of("8A").kv_blocks == 16_384
-    assert fleet_of("2P/1D", "b200-llama-70b-tp4").kv_blocks == 102_104
-    assert fleet_of("2P/1D", "b200-llama-70b-tp4", 500).kv_blocks == 500
+    """KV blocks are those that fit beside the model's weights, unless said otherwise; replayed four in one."""
+    assert fleet_of("8A").block_tokens == 64
+    assert fleet_of("8A").kv_blocks == 16_384 // 4
+    assert fleet_of("2P/1D", "b200-llama-70b-tp4").kv_blocks == 102_104 // 4
+    assert fleet_of("2P/1D", "b200-llama-70b-tp4", 500).kv_blocks == 125
 
 
 def test_a_trace_of_one_instant_is_refused(tmp_path: Path):
@@ -210,7 +211,7 @@ def test_the_command_prints_the_fragment_alone_and_writes_the_findings(tmp_path:
     fragment.write_text(done.stdout)
     load_sections(fragment, {"PoaRouter": RouterConfig, "PoaController": ControllerConfig})
     found = json.loads(findings.read_text())
-    assert (found["requests"], found["fleet"]["kv_blocks"], len(found["choices"])) == (300, 4096, 3)
+    assert (found["requests"], found["fleet"]["kv_blocks"], len(found["choices"])) == (300, 1024, 3)
 
 
 @pytest.mark.parametrize(

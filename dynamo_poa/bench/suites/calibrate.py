@@ -33,6 +33,7 @@ CURVE = (0.25, 0.5, 0.7, 0.8, 0.9, 1.0, 1.1)  # offered, of capacity
 KNEE_FACTOR = 2.0
 BELOW_FRAC, ABOVE_FRAC = 0.6, 1.05  # of the knee, of capacity
 USERS = (32, 128)  # of each worker in the larger pool, for capacity
+BLOCK_TOKENS = 64  # measured: mean TTFT as with 16 within 1 %, in less than half the time
 SPREAD_S = 3.0  # what Mooncake's times are rounded to
 TUNE_SEEDS, VERIFY_SEEDS = (1, 2, 3), tuple(range(11, 19))
 FINALISTS = 3
@@ -145,7 +146,8 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
 def fleet_of(topology: str, profile: str = "", kv_blocks: int = 0) -> Fleet:
     """Return the workers a topology such as `4P/4D` or `8A` stands for.
 
-    Args:    profile: name or path.  kv_blocks: of each worker; 0 takes the profile's, or the engine's own.
+    Args:    profile: name or path.  kv_blocks: of each worker, of 16 tokens; 0 takes the profile's, or the
+             engine's own.
     Raises:  ConfigError naming what is wrong.
     """
     found = re.fullmatch(r"(?:(\d+)P/(\d+)D|(\d+)A)", topology)
@@ -160,7 +162,8 @@ def fleet_of(topology: str, profile: str = "", kv_blocks: int = 0) -> Fleet:
         profiles.path_of(profile)
     if not kv_blocks:
         kv_blocks = profiles.about(profile).kv_blocks if profile in profiles.names() else fleet.kv_blocks
-    return msgspec.structs.replace(fleet, kv_blocks=kv_blocks)
+    coarser = BLOCK_TOKENS // fleet.block_tokens
+    return msgspec.structs.replace(fleet, block_tokens=BLOCK_TOKENS, kv_blocks=max(kv_blocks // coarser, 1))
 
 
 def calibrate(trace: str, fleet: Fleet, run: Run, requests: int = 0) -> Calibration:

@@ -48,7 +48,7 @@ def calibrate_trace(
             "a folder of Dynamo's profiler; by default the engine's own",
         ),
     ] = "",
-    kv_blocks: Annotated[int, typer.Option(help="KV blocks of each worker; 0: the profile's", min=0)] = 0,
+    kv_blocks: Annotated[int, typer.Option(help="of each worker, of 16 tokens; 0: the profile's", min=0)] = 0,
     requests: Annotated[int, typer.Option(help="of each half of the trace, at most; 0: all", min=0)] = 2000,
     json_file: Annotated[
         str | None, typer.Option("--json", metavar="FILE", help="also write all findings")

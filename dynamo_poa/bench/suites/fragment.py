@@ -21,7 +21,7 @@ def yaml_of(found: Calibration) -> str:
     light = found.curve[0]
     lines = [
         f"# dynamo-poa calibrate: {found.trace}, {found.requests} requests of each half, replayed",
-        f"# on {fleet.topology}, {fleet.kv_blocks} KV blocks each, {engine}",
+        f"# on {fleet.topology}, {fleet.kv_blocks * fleet.block_tokens:,} KV tokens each, {engine}",
         f"# capacity  {found.capacity_rps:.3g} requests/s: the most that closed loops got through",
         f"# knee      {found.knee_rps:.3g} requests/s: mean TTFT is {KNEE_FACTOR:g} times that of "
         f"{light.offered_rps:.3g} requests/s, {light.ttft_mean_s:.3g} s",
