@@ -169,7 +169,7 @@ def test_a_topology_that_gives_a_router_nothing_to_do_is_refused(topology: str):
 
 
 def test_a_profile_brings_its_own_memory():
-    """KV blocks are those that fit beside the model's weights, unless said otherwise; replayed four in one."""
+    """KV blocks are those that fit beside the model's weights, unless said otherwise; four in one."""
     assert fleet_of("8A").block_tokens == 64
     assert fleet_of("8A").kv_blocks == 16_384 // 4
     assert fleet_of("2P/1D", "b200-llama-70b-tp4").kv_blocks == 102_104 // 4

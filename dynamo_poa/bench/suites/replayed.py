@@ -4,8 +4,9 @@ Owns: how a cell becomes a trace file and the simulator's arguments; what cannot
       processes it runs in.
 Does not own: the figures' arithmetic (figures.py), which cells there are (catalogue.py).
 Invariant: what the simulator cannot do is refused, never approximated; times are each request's own.
-Source:   host: dynamo/replay. Measured on ai-dynamo 1.4.2: 3,000 requests of 64 tokens take 0.3 s. Runs of
-          the same cell differ a little, for Dynamo breaks ties by chance: mean TTFT by 0.03 % at light load.
+Source:   host: dynamo/replay. Measured on ai-dynamo 1.4.2: 4,000 requests of 64 tokens take 0.5 s. Runs of
+          the same cell differ, for Dynamo breaks ties by chance and takes no seed: mean TTFT by 0.03 % at
+          light load, by up to 7 % at capacity, so one run there says nothing.
 """
 
 import atexit
