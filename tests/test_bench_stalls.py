@@ -21,9 +21,14 @@ def state(pid: int) -> str:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
+async def becomes(process: asyncio.subprocess.Process, wanted: str) -> None:
+    """Wait until a process is in a state: signals take their time."""
+    await eventually(lambda: state(process.pid) == wanted)
+
+
 async def sleeper() -> asyncio.subprocess.Process:
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", "import time; time.sleep(60)")
-    await eventually(lambda: state(process.pid) == "S")
+    await becomes(process, "S")
     return process
 
 
@@ -33,11 +38,11 @@ async def test_a_worker_stands_still_for_the_last_two_of_every_six_seconds() -> 
     try:
         async with stalling(STALL, lambda: process.pid, clock):
             for expected in ("S", "T", "S", "T"):
-                await eventually(lambda expected=expected: state(process.pid) == expected)  # type: ignore[misc]
+                await becomes(process, expected)
                 await clock.advance(3.9 if expected == "S" else 1.9)
                 assert state(process.pid) == expected
                 await clock.advance(0.1)
-            await eventually(lambda: state(process.pid) == "S")
+            await becomes(process, "S")
     finally:
         process.kill()
         await process.wait()
@@ -57,11 +62,11 @@ async def test_it_runs_when_the_block_is_left_in_the_middle_of_a_stall(cancelled
         task = asyncio.create_task(block())
         await entered.wait()
         await clock.advance(4.5)
-        await eventually(lambda: state(process.pid) == "T")
+        await becomes(process, "T")
         if cancelled:
             task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        await eventually(lambda: state(process.pid) == "S")
+        await becomes(process, "S")
     finally:
         process.kill()
         await process.wait()
