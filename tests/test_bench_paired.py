@@ -97,7 +97,7 @@ def test_cells_that_differ_in_more_than_their_policy_are_not_paired() -> None:
     )
     for found in (other_load, other_fleet):
         assert (found.ratio, found.pairs, found.verdict) == (None, 0, "no verdict")
-        assert found.reason == "0 paired seeds, fewer than 3"
+        assert found.reason == "0 of at least 3 paired seeds"
 
 
 def test_void_and_failed_results_and_missing_figures_are_never_paired() -> None:
@@ -109,7 +109,7 @@ def test_void_and_failed_results_and_missing_figures_are_never_paired() -> None:
     found = compare(ours, theirs, "ttft_mean_s")
     assert (found.pairs, found.seeds, found.verdict) == (2, 2, "no verdict")
     assert found.ratio == pytest.approx(0.5)
-    assert found.text == "no verdict: 2 paired seeds, fewer than 3"
+    assert found.text == "no verdict: 2 of at least 3 paired seeds"
 
 
 def test_over_several_loads_the_seed_is_what_is_resampled() -> None:

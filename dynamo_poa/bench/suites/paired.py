@@ -104,7 +104,7 @@ def compare(results: Iterable[Result], baseline: Iterable[Result], figure: str) 
         reason = f"{figure} is 0 on one side of {len(no_ratio)} of {len(both)} pairs"
         return msgspec.structs.replace(result, reason=reason)
     if median is None or len(values) < LEAST_SEEDS:
-        reason = f"{len(values)} paired seeds, fewer than {LEAST_SEEDS}"
+        reason = f"{len(values)} of at least {LEAST_SEEDS} paired seeds"
         return msgspec.structs.replace(result, reason=reason)
     half = half_width(values)
     low, high = math.exp(median - half), math.exp(median + half)
