@@ -49,7 +49,7 @@ def calibrate_trace(
         ),
     ] = "",
     kv_blocks: Annotated[int, typer.Option(help="of each worker, of 16 tokens; 0: the profile's", min=0)] = 0,
-    requests: Annotated[int, typer.Option(help="of each half of the trace, at most; 0: all", min=0)] = 2000,
+    requests: Annotated[int, typer.Option(help="of each half of the trace, at most; 0: all", min=0)] = 3000,
     json_file: Annotated[
         str | None, typer.Option("--json", metavar="FILE", help="also write all findings")
     ] = None,
