@@ -75,7 +75,8 @@ class Running:
         """Take a process that has ended out of discovery, where its silence alone would tell of its end."""
         if isinstance(self.plan.discovery, Path):
             removed = await remove_dead_records(self.plan.discovery)
-            log.info("poa.records.removed", process=ended.name, records=list(removed))
+            if removed:
+                log.info("poa.records.removed", process=ended.name, records=list(removed))
 
     async def wait(self) -> None:
         """Wait for ever, or until a process cannot be kept running."""
