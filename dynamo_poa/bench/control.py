@@ -15,7 +15,19 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from dynamo_poa.bench import detection, hop, ingest, latency, memory, observe, relay, snapshot, swap, tick
+from dynamo_poa.bench import (
+    detection,
+    growth,
+    hop,
+    ingest,
+    latency,
+    memory,
+    observe,
+    relay,
+    snapshot,
+    swap,
+    tick,
+)
 from dynamo_poa.bench.report import Figure, Report, table, this_machine
 from dynamo_poa.errors import PoaError
 from dynamo_poa.telemetry import configure_logging
@@ -37,6 +49,7 @@ class Lengths(msgspec.Struct, frozen=True, kw_only=True):
     snapshots: int = 20
     seeds: int = 100
     steady_minutes: float = 30.0
+    requests: int = growth.JUDGED
 
 
 QUICK = Lengths(
@@ -51,6 +64,7 @@ QUICK = Lengths(
     snapshots=5,
     seeds=20,
     steady_minutes=5.0,
+    requests=10_000,
 )
 
 Measurement = Callable[[Lengths, Say], Figure]
@@ -63,6 +77,7 @@ FIGURES: dict[str, Measurement] = {
     "latency": lambda lengths, say: latency.measure(lengths.latency_s, say),
     "observe": lambda lengths, say: observe.measure(lengths.observe_s, say),
     "memory": lambda lengths, say: memory.measure(lengths.minutes, say),
+    "growth": lambda lengths, say: growth.measure(lengths.requests, say),
     "snapshot": lambda lengths, say: snapshot.measure(lengths.snapshots, say),
     "detection": lambda lengths, say: detection.measure(lengths.steady_minutes, lengths.seeds, say),
 }
