@@ -118,6 +118,7 @@ class LoadClient:
     tokens:  that have come so far, over all requests, those still running included
 
     Args:     named: give each request its id, to find it in the plugin's decisions; Dynamo warns at each.
+              exact: an answer that does not hold the tokens asked for has failed.
     """
 
     def __init__(
@@ -129,10 +130,11 @@ class LoadClient:
         clock: Clock | None = None,
         timeout_s: float = 60.0,
         named: bool = False,
+        exact: bool = False,
     ) -> None:
         self._host, self._port, self._model = host, port, model
         self._clock: Clock = clock or SystemClock()
-        self._timeout_s, self._named = timeout_s, named
+        self._timeout_s, self._named, self._exact = timeout_s, named, exact
         self.tokens = 0
 
     async def complete(self, prompt: Prompt) -> Result:
@@ -172,6 +174,8 @@ class LoadClient:
                 transport.close()
         if not error:
             error = _fault(response)
+        if self._exact and not error and response.tokens != prompt.max_tokens:
+            error = f"{response.tokens} of {prompt.max_tokens} tokens"
         ended_at_s = self._clock.monotonic_s()
         first = response.first_token_at_s
         return Result(

@@ -156,7 +156,13 @@ async def _load(
     url, common = urlsplit(running.http_url), running.plan.sections["Common"]
     assert isinstance(common, CommonConfig)
     client = LoadClient(
-        "127.0.0.1", url.port or 80, common.model_name, clock=clock, timeout_s=REQUEST_S, named=True
+        "127.0.0.1",
+        url.port or 80,
+        common.model_name,
+        clock=clock,
+        timeout_s=REQUEST_S,
+        named=True,
+        exact=True,
     )
     users = ClosedLoop(client, _mixed(seed), results.append, clock)
     users.resize(USERS)
