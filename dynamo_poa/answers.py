@@ -60,9 +60,14 @@ class AnswerWatch:
         return not (self._left or self._head or self._control or self.lost)
 
     @property
+    def reported(self) -> str | None:
+        """Return the failure the last whole data frame reports. Reads that frame: not for every chunk."""
+        return _failure(self._kept)
+
+    @property
     def failing(self) -> bool:
-        """Tell whether the last whole data frame reports a failure. Reads that frame: not for every chunk."""
-        return _failure(self._kept) is not None
+        """Tell whether the last whole data frame reports a failure."""
+        return self.reported is not None
 
     @property
     def held_bytes(self) -> int:

@@ -36,7 +36,15 @@ from dynamo.runtime import DistributedRuntime
 
 from dynamo_poa.clock import Clock
 from dynamo_poa.config import CommonConfig, RouterConfig
-from dynamo_poa.errors import ConfigError, ReplayError, RequestShed, WireError, WorkerUnreachable
+from dynamo_poa.errors import (
+    AnswerFailed,
+    ConfigError,
+    ReplayError,
+    RequestShed,
+    WireError,
+    WorkerUnreachable,
+)
+from dynamo_poa.handover import of_the_other_leg
 from dynamo_poa.values import Address, Booked, Candidate, Role, RouterParams, WorkerCard, WorkerKey
 from dynamo_poa.wire import MAX_CANDIDATES, card_from_mdc
 
@@ -384,7 +392,8 @@ class WorkerPool:
         """Send to one worker and wait for its first chunk.
 
         Returns:  the first chunk and the stream of the rest.
-        Raises:   WorkerUnreachable when the connection failed before anything came.
+        Raises:   WorkerUnreachable when the connection failed before anything came, AnswerFailed when the
+                  other leg's worker is what failed.
         """
         routing = request.get("routing") or {}
         request["routing"] = {**routing, "dp_rank": worker.dp_rank}
@@ -394,6 +403,8 @@ class WorkerPool:
         except StopAsyncIteration:
             raise WorkerUnreachable(worker.worker_id, "the stream ended before its first chunk") from None
         except Exception as error:  # Dynamo raises plain Exception: only its text tells what happened
+            if of_the_other_leg(str(error)):
+                raise AnswerFailed(worker.worker_id, str(error)) from error
             if any(sign in str(error) for sign in _UNREACHABLE):
                 raise WorkerUnreachable(worker.worker_id, str(error)) from error
             raise

@@ -98,6 +98,14 @@ class WorkerUnreachable(PoaError):
         super().__init__(f"worker {worker_id}: {detail}")
 
 
+class AnswerFailed(PoaError):
+    """Try once more: the worker is well, but its engine reported an error instead of a first token."""
+
+    def __init__(self, worker_id: int, detail: str) -> None:
+        self.worker_id, self.detail = worker_id, detail
+        super().__init__(f"worker {worker_id}: {detail}")
+
+
 class RecordUnchangeable(PoaError):
     """Stay on the stream path: our entry in Dynamo's discovery cannot be made to point to the relay."""
 

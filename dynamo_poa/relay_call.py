@@ -16,8 +16,9 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from dynamo_poa.answers import AnswerWatch
-from dynamo_poa.errors import PoaError, WorkerUnreachable
+from dynamo_poa.errors import AnswerFailed, PoaError, WorkerUnreachable
 from dynamo_poa.frames import Request, error_answer, handshake, prologue, split_address
+from dynamo_poa.handover import of_the_other_leg
 from dynamo_poa.relay_answers import HIGH_WATER_BYTES, Answers, RequesterSide, WorkerSide
 from dynamo_poa.values import Address, Outcome, WorkerKey
 
@@ -89,11 +90,14 @@ class RelayCall:
         if self._attempt is not None:
             self._attempt.leave()
 
-    async def send(self, request: dict[str, Any], worker: WorkerKey) -> bool:
+    async def send(self, request: dict[str, Any], worker: WorkerKey, *, again: bool = False) -> bool:
         """Send and wait for the first bytes of the answer.
 
+        Args:     again: an error instead of a first token is raised, not passed on: it may be tried again.
         Returns:  whether they are a first token, not an error.
         Raises:   WorkerUnreachable, also when the requester has gone meanwhile: then `is_stopped`.
+                  AnswerFailed when the other leg's worker is what failed, or, with `again`, for any error
+                  instead of a first token.
                   PoaError when a worker's answer has begun already: there cannot be another.
         """
         if self._request is None:
@@ -103,7 +107,7 @@ class RelayCall:
         address = self._locate(worker.worker_id)
         if address is None:
             raise WorkerUnreachable(worker.worker_id, "it has left discovery")
-        attempt = self._attempt = Attempt(self, worker)
+        attempt = self._attempt = Attempt(self, worker, again=again)
         routing = request.get("routing") or {}
         changes = {name: request[name] for name in CHANGED if name in request}
         changes["routing"] = {**routing, "dp_rank": worker.dp_rank}
@@ -111,7 +115,7 @@ class RelayCall:
         self.answers.expect(attempt)
         try:
             return await attempt.begun(await self._deliver(address, frame))
-        except (WorkerUnreachable, asyncio.CancelledError):
+        except (WorkerUnreachable, AnswerFailed, asyncio.CancelledError):
             attempt.leave()
             raise
 
@@ -202,10 +206,10 @@ class RelayCall:
 class Attempt:
     """One worker's try at a call."""
 
-    def __init__(self, call: RelayCall, worker: WorkerKey) -> None:
+    def __init__(self, call: RelayCall, worker: WorkerKey, *, again: bool = False) -> None:
         self.subject = str(uuid.uuid4())  # of its own: a worker given up may still dial back
         self.watch = AnswerWatch()
-        self._call, self._worker = call, worker
+        self._call, self._worker, self._again = call, worker, again
         loop = asyncio.get_running_loop()
         self._dialled: asyncio.Future[None] = loop.create_future()
         self._first: asyncio.Future[bool] = loop.create_future()
@@ -256,7 +260,7 @@ class Attempt:
 
     def refused(self, error: str) -> None:
         """Take note of an error instead of an answer: the worker could not begin."""
-        self._fail(error)
+        self._fail(error, AnswerFailed if of_the_other_leg(error) else WorkerUnreachable)
 
     def data(self, data: bytes) -> None:
         """Take bytes of the answer."""
@@ -266,10 +270,15 @@ class Attempt:
             if not watch.data_frames and not watch.final and len(self._head) < HIGH_WATER_BYTES:
                 self._head += data  # of a frame's beginning: another attempt may still follow this one
                 return
+            nothing = watch.final and not watch.data_frames
+            token = not nothing and (watch.data_frames > 1 or not watch.failing)
+            if self._again and not token:
+                self._fail(watch.reported or "an answer without a token", AnswerFailed)
+                self.leave()  # at once: what follows must not be passed on
+                return
             data, self._head = self._head + data, b""
             self._call.begun()
-            nothing = watch.final and not watch.data_frames
-            self._first.set_result(not nothing and (watch.data_frames > 1 or not watch.failing))
+            self._first.set_result(token)
         self._call.pass_on(data)
         if watch.final:
             self._call.answer_complete(Outcome.OK if watch.complete else Outcome.FAILED)
@@ -283,9 +292,11 @@ class Attempt:
         else:
             self._fail("the connection ended before the first token")
 
-    def _fail(self, detail: str) -> None:
+    def _fail(
+        self, detail: str, kind: type[WorkerUnreachable] | type[AnswerFailed] = WorkerUnreachable
+    ) -> None:
         if not self._first.done():
-            self._first.set_exception(self._unreachable(detail))
+            self._first.set_exception(kind(self._worker.worker_id, detail))
             self._first.exception()  # who waits sees it; nobody need
 
     def _unreachable(self, detail: str) -> WorkerUnreachable:

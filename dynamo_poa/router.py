@@ -13,6 +13,7 @@ Source: contract: the relay path must be able to use the same choosing, booking 
 import asyncio
 import contextlib
 import functools
+import itertools
 import sys
 import uuid
 from collections import Counter
@@ -25,8 +26,8 @@ from dynamo_poa.avoid import AvoidList
 from dynamo_poa.clock import Clock
 from dynamo_poa.complaints import Complaints
 from dynamo_poa.config import RouterConfig
-from dynamo_poa.errors import PoaError, RequestShed, WorkerUnreachable
-from dynamo_poa.handover import Handovers
+from dynamo_poa.errors import AnswerFailed, PoaError, RequestShed, WorkerUnreachable
+from dynamo_poa.handover import Handovers, meeting_place
 from dynamo_poa.values import (
     MAX_ROUTER_TEMPERATURE,
     Booked,
@@ -43,10 +44,11 @@ log = structlog.get_logger(__name__)
 
 ATTEMPTS = 2  # the first and one retry
 PICKS = 32  # draws among all workers until one comes up that is not avoided
-# A decode worker that says so could not reach the prefill worker, which the prefill leg finds out by itself.
-# Source: measured, mock engine; make soak: taken for unreachable, live decode workers were avoided.
-NO_PREFILL_WORKER = "bootstrap connection failed"
 HANDOVER_TIMEOUT_S = 10.0  # a decode leg waits so long for the address of its prefill worker
+# A decode engine may notice the end of its prefill worker before the prefill leg does, which then moves or
+# fails; after so long it has not noticed, and there is nothing to notice.
+MOVE_S = 2.0
+CARD_S, CARD_POLL_S = 2.0, 0.05  # KvRouter offers a worker a moment before its card can be read
 
 
 class Pool(Protocol):
@@ -71,7 +73,7 @@ class Pool(Protocol):
     async def send(
         self, request: dict[str, Any], worker: WorkerKey, context: Any
     ) -> tuple[Any, AsyncIterator[Any]]:
-        """Send and wait for the first chunk, or raise WorkerUnreachable."""
+        """Send and wait for the first chunk, or raise WorkerUnreachable or AnswerFailed."""
         ...
 
 
@@ -90,9 +92,10 @@ class Call(Protocol):
         """Ask the worker to end."""
         ...
 
-    async def send(self, request: dict[str, Any], worker: WorkerKey) -> bool:
-        """Send and wait for the first bytes of the answer, or raise WorkerUnreachable.
+    async def send(self, request: dict[str, Any], worker: WorkerKey, *, again: bool = False) -> bool:
+        """Send and wait for the first bytes of the answer, or raise WorkerUnreachable or AnswerFailed.
 
+        Args:     again: an error instead of a first token is raised, not passed on.
         Returns:  whether they are a first token, not an error.
         """
         ...
@@ -141,6 +144,10 @@ class _Account:
     """How a leg went: what it is unless a line says otherwise."""
 
     outcome = Outcome.FAILED
+
+
+class _Moved(AnswerFailed):
+    """The prefill leg goes to another worker: no failure, and as often as that leg is tried."""
 
 
 class RequestRefused(PoaError):
@@ -202,7 +209,10 @@ class Leg:
         """Serve one leg of one request: Dynamo's endpoint handler (its second argument must be `context`)."""
 
         async def send(request: dict[str, Any], worker: WorkerKey) -> tuple[Any, AsyncIterator[Any]]:
-            return await self._pool.send(request, worker, context)
+            chunk, stream = await self._pool.send(request, worker, context)
+            if trip.handover is not None and _is_error(chunk):
+                raise AnswerFailed(worker.worker_id, str(chunk["finish_reason"]))
+            return chunk, stream
 
         trip = _Trip(self, request, context.id())
         with self._accounted(trip, context) as account:
@@ -221,8 +231,9 @@ class Leg:
         Raises:  what `generate` does; the call tells its requester.
         """
         trip = _Trip(self, request, call.id())
+        send = functools.partial(call.send, again=trip.handover is not None)
         with self._accounted(trip, call) as account:
-            if await self._start(trip, call, call.send):
+            if await self._start(trip, call, send):
                 trip.first_token()
             account.outcome = await call.ended()
 
@@ -266,94 +277,135 @@ class Leg:
         return asyncio.get_running_loop().call_later(HANDOVER_TIMEOUT_S, check)
 
     async def _start(self, trip: "_Trip", context: Any, send: Send[T]) -> T:
-        """Choose and send; after a refused connection once more, on another worker."""
-        for attempt in range(1, ATTEMPTS + 1):
+        """Choose and send; once more, on another worker, after a refused connection or an engine's error.
+
+        With hand-over an engine's error is mostly the other leg's: its worker has died. Both legs then go on
+        under an id of the prefill leg's new attempt, and on workers that have not seen the request yet: one
+        that still clears up after it takes the second for the first. Source: measured, mock engine.
+        """
+        failures = 0
+        for attempt in itertools.count(1):
             worker = await trip.choose(attempt)
             try:
                 if trip.handover is not None and self._role is Role.PREFILL:
-                    self._announce(trip, worker)
+                    await self._announce(trip, worker, attempt)
                 elif trip.handover is not None:
                     return await self._send_decode(trip, worker, send)
                 return await send(trip.request, worker)
-            except WorkerUnreachable as unreachable:
+            except (WorkerUnreachable, AnswerFailed) as failed:
                 trip.release()
                 if context.is_stopped():
                     raise  # the stream ended because its client has gone: nothing is wrong with the worker
-                self._avoid.add(unreachable.worker_id)
-                if attempt == ATTEMPTS:
+                unreachable = isinstance(failed, WorkerUnreachable)
+                trip.tried.add(failed.worker_id)
+                if unreachable:
+                    self._avoid.add(failed.worker_id)
+                failures += not isinstance(failed, _Moved)
+                if failures == ATTEMPTS or not (unreachable or trip.fresh()):
                     raise
                 self._stats.retries[self._role] += 1
                 log.warning(
-                    "poa.worker.unreachable",
+                    "poa.worker.unreachable" if unreachable else "poa.answer.failed",
                     request_id=trip.request_id,
                     role=self._role,
-                    worker_id=str(unreachable.worker_id),
-                    error=unreachable.detail,
+                    worker_id=str(failed.worker_id),
+                    error=failed.detail,
                 )
         raise AssertionError("unreachable")
 
-    def _announce(self, trip: "_Trip", worker: WorkerKey) -> None:
+    async def _announce(self, trip: "_Trip", worker: WorkerKey, attempt: int) -> None:
         assert trip.handover is not None
-        card = self._directory.card(worker.worker_id)
-        if card is None:  # KvRouter saw it a moment before us
+        until_s = self._clock.monotonic_s() + CARD_S
+        while (card := self._bootstrap_card(worker.worker_id)) is None:
+            if self._clock.monotonic_s() >= until_s:
+                raise WorkerUnreachable(worker.worker_id, "its card gives no bootstrap address")
+            await self._clock.sleep(CARD_POLL_S)
             self._directory.refresh()
-            card = self._directory.card(worker.worker_id)
-        if card is None or card.bootstrap_host is None or card.bootstrap_port is None:
-            raise WorkerUnreachable(worker.worker_id, "its card gives no bootstrap address")
+        assert card.bootstrap_host is not None
+        assert card.bootstrap_port is not None
         note = Handover(
             request_id=trip.request_id,
             worker_id=worker.worker_id,
             dp_rank=worker.dp_rank,
             bootstrap_host=card.bootstrap_host,
             bootstrap_port=card.bootstrap_port,
+            attempt=attempt,
         )
-        _address(trip.request, note)
+        trip.address(note)
         trip.handover.announce(note)
         trip.announced = True
 
+    def _bootstrap_card(self, worker_id: int) -> WorkerCard | None:
+        """Return a prefill worker's card once it says where decode workers find it."""
+        card = self._directory.card(worker_id)
+        if card is None or card.bootstrap_host is None or card.bootstrap_port is None:
+            return None
+        return card
+
+    def usable(self, worker_id: int, *, handover: bool) -> bool:
+        """Tell whether a worker that Dynamo picks may be sent to now."""
+        if worker_id in self._avoid or self._directory.refused(worker_id):
+            return False
+        if not handover or self._role is not Role.PREFILL or self._bootstrap_card(worker_id) is not None:
+            return True
+        self._directory.refresh()  # KvRouter saw it a moment before us
+        return self._bootstrap_card(worker_id) is not None
+
     async def _send_decode(self, trip: "_Trip", worker: WorkerKey, send: Send[T]) -> T:
-        """Wait for the prefill worker's address and send; start over when the prefill leg moves elsewhere."""
+        """Wait for the prefill worker's address and send, unless the prefill leg moves elsewhere meanwhile.
+
+        Raises:   _Moved when it has moved, HandoverFailed when it has failed; else what `send` does.
+        """
         assert trip.handover is not None
-        version = 0
-        while True:
-            try:
-                async with asyncio.timeout(HANDOVER_TIMEOUT_S):
-                    note, version = await trip.handover.wait(trip.request_id, after=version)
-            except TimeoutError:
-                raise RequestRefused(
-                    f"no prefill worker was announced within {HANDOVER_TIMEOUT_S:g} s"
-                ) from None
-            _address(trip.request, note)
-            sent = asyncio.ensure_future(send(trip.request, worker))
-            moved = asyncio.ensure_future(trip.handover.wait(trip.request_id, after=version))
-            try:
-                await asyncio.wait({sent, moved}, return_when=asyncio.FIRST_COMPLETED)
-                if sent.done():
-                    try:
-                        return sent.result()
-                    except WorkerUnreachable as unreachable:
-                        if NO_PREFILL_WORKER not in unreachable.detail:
-                            raise
-                    continue  # this worker is well: its prefill leg is about to move, or to fail
-                moved.result()  # raises HandoverFailed when there is nothing left to wait for
-            finally:
-                for task in (sent, moved):
-                    task.cancel()
-                    task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        try:
+            async with asyncio.timeout(HANDOVER_TIMEOUT_S):
+                note, version = await trip.handover.wait(trip.request_id)
+        except TimeoutError:
+            raise RequestRefused(f"no prefill worker was announced within {HANDOVER_TIMEOUT_S:g} s") from None
+        trip.address(note)
+        sent = asyncio.ensure_future(send(trip.request, worker))
+        moved = asyncio.ensure_future(trip.handover.wait(trip.request_id, after=version))
+        try:
+            await asyncio.wait({sent, moved}, return_when=asyncio.FIRST_COMPLETED)
+            if sent.done() and isinstance(sent.exception(), AnswerFailed):
+                await asyncio.wait({moved}, timeout=MOVE_S)  # it is about to, or to fail
+            elif sent.done():
+                return sent.result()
+            if not moved.done():
+                return sent.result()
+            moved.result()
+            raise _Moved(worker.worker_id, "its prefill leg has moved")
+        finally:
+            for task in (sent, moved):
+                task.cancel()
+                task.add_done_callback(lambda done: done.cancelled() or done.exception())
             await asyncio.wait({sent})  # its request is ours to rewrite only when it is over
 
 
 class _Trip:
     """One leg of one request: its booking and what has been reported of it."""
 
-    __slots__ = ("_booking", "_leg", "_received_at_s", "announced", "handover", "request", "request_id")
+    __slots__ = (
+        "_booking",
+        "_bootstrap",
+        "_leg",
+        "_received_at_s",
+        "_started_at_s",
+        "announced",
+        "handover",
+        "request",
+        "request_id",
+        "tried",
+    )
 
     def __init__(self, leg: Leg, request: dict[str, Any], request_id: str) -> None:
         self._leg, self.request, self.request_id = leg, request, request_id
-        self._received_at_s = leg._clock.wall_s()
+        self._received_at_s, self._started_at_s = leg._clock.wall_s(), leg._clock.monotonic_s()
         self._booking: str | None = None
         self.announced = False  # to the decode leg
-        self.handover = leg._handovers if request.get("bootstrap_info") else None
+        self.tried: set[int] = set()  # in vain: another worker comes first
+        self._bootstrap: dict[str, Any] = request.get("bootstrap_info") or {}
+        self.handover = leg._handovers if self._bootstrap else None
         leg._stats.in_flight[leg._role] += 1
 
     async def choose(self, attempt: int) -> WorkerKey:
@@ -402,7 +454,7 @@ class _Trip:
             self._booking = uuid.uuid4().hex
             booked = await leg._pool.book(token_ids, override, self._booking)
             worker_id = booked.worker.worker_id
-            if worker_id not in leg._avoid and not leg._directory.refused(worker_id):
+            if worker_id not in self.tried and leg.usable(worker_id, handover=self.handover is not None):
                 return booked, pick
             if pick < PICKS:
                 self.release()
@@ -415,6 +467,14 @@ class _Trip:
         if self._booking is not None:
             leg._pool.prefilled(self._booking)
         leg._events.add(FirstToken(request_id=self.request_id, role=leg._role, at_s=leg._clock.wall_s()))
+
+    def address(self, note: Handover) -> None:
+        """Write where and under which id the engines meet to where they look for it."""
+        self.request["bootstrap_info"] = meeting_place(self._bootstrap, note)
+
+    def fresh(self) -> bool:
+        """Tell whether the other leg can still be waiting for this one."""
+        return self._leg._clock.monotonic_s() - self._started_at_s < HANDOVER_TIMEOUT_S
 
     def release(self) -> None:
         """End the booking, if there is one."""
@@ -454,15 +514,6 @@ def _run_on(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
         loop.call_soon_threadsafe(call)
     else:
         call()
-
-
-def _address(request: dict[str, Any], note: Handover) -> None:
-    """Write the prefill worker's address where the engines look for it."""
-    request["bootstrap_info"] = {
-        **request["bootstrap_info"],
-        "bootstrap_host": note.bootstrap_host,
-        "bootstrap_port": note.bootstrap_port,
-    }
 
 
 def _is_error(chunk: Any) -> bool:

@@ -4,6 +4,7 @@ Owns: metric names of the router; reading them at the moment of the scrape, so t
 Does not own: the HTTP server (telemetry.py) or the counts (router.py, reporter.py, params.py).
 """
 
+import asyncio
 from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry
@@ -30,7 +31,7 @@ class RouterMetrics(Collector):
         self.registry.register(self)
 
     def collect(self) -> Iterator[Metric]:
-        """Yield all families."""
+        """Yield all families. In the event loop's thread, as the scrape is."""
         current = self._holder.current
         for name, value, doc in (
             ("router_temperature", current.router_temperature, "τ requests are routed with now"),
@@ -38,6 +39,7 @@ class RouterMetrics(Collector):
             ("params_revision", current.revision, "revision of these parameters, 0 for the static ones"),
             ("loop_lag_seconds", self._reporter.loop_lag_s, "delay of the event loop in the last period"),
             ("bus_connected", float(self._bus.connected), "1 while NATS is connected"),
+            ("tasks", float(len(asyncio.all_tasks())), "tasks of the event loop"),
             ("registered", float(self.registered), "1 while the frontend can see this router"),
         ):
             yield GaugeMetricFamily(f"poa_router_{name}", doc, value=value)

@@ -99,7 +99,8 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
 class Handover(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Router to routers, on `poa.<namespace>.handover.<router_id>`: where the prefill leg of a request went.
 
-    An empty host says that the prefill leg failed; `refused` that Dynamo would not take it.
+    An empty host says that the prefill leg failed; `refused` that Dynamo would not take it. `attempt` is the
+    prefill leg's: engines meet under an id and a room of the attempt's own.
     """
 
     version: int = VERSION
@@ -109,6 +110,7 @@ class Handover(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     bootstrap_host: str
     bootstrap_port: int
     refused: bool = False
+    attempt: int = 1
 
 
 class Cards(msgspec.Struct, frozen=True, kw_only=True):

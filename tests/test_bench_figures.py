@@ -5,7 +5,8 @@ import io
 import pytest
 from rich.console import Console
 
-from dynamo_poa.bench import hop, ingest, memory, observe, relay, swap, tick
+from dynamo_poa.bench import growth, hop, ingest, memory, observe, relay, swap, tick
+from dynamo_poa.bench.growth import Idle, Look
 from dynamo_poa.bench.hop import Comparison
 from dynamo_poa.bench.load import Result
 from dynamo_poa.bench.processes import MachineTime, busy_frac
@@ -241,3 +242,34 @@ def test_watching_is_void_without_the_load_it_is_about():
     assert observe.figure(0.11, 99.0, []).reached is False
     with pytest.raises(MeasurementError, match="load = 50 requests/s: must be >= 90 to tell"):
         observe.figure(0.05, 50.0, [])
+
+
+def grown(mb: float, *, requests: int = 100_000, **after: int) -> Figure:
+    before = Idle(sockets=14, tasks=20, in_flight=0, relayed=1_032)
+    looks = [
+        Look(requests // 5, 20.0, 110.0),
+        Look(requests * 3 // 5, 60.0, 111.0),
+        Look(requests, 100.0, 110.0 + mb),
+    ]
+    return growth.figure(before, looks, before._replace(**{"relayed": 1_032 + requests, **after}))
+
+
+def test_growth_is_judged_from_the_first_mark_to_the_last():
+    """5 MB over 80,000 requests; a socket or a task each thousand would be 100."""
+    figure = grown(5.0)
+    assert [figure[key] for key in ("mb_0", "mb_1", "mb_2", "growth_mb", "rps")] == [110, 111, 115, 5, 1000]
+    assert figure.reached is True
+    for missed in (grown(5.1), grown(0.0, sockets=19), grown(0.0, tasks=25), grown(0.0, in_flight=1)):
+        assert missed.reached is False
+    assert grown(0.0, sockets=18, tasks=24).reached is True
+
+
+def test_a_short_run_does_not_judge_a_routers_memory():
+    """Ten thousand requests are less than the allocator needs to come to rest."""
+    assert [m.reached for m in grown(20.0, requests=10_000).measures if m.key == "growth_mb"] == [None]
+
+
+def test_growth_is_void_when_requests_went_another_way():
+    """The relay's proof must be the relay's."""
+    with pytest.raises(MeasurementError, match="99,000 requests went over the relay, not all of 100,000"):
+        grown(0.0, relayed=100_032)

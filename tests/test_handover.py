@@ -8,7 +8,14 @@ import pytest
 
 from dynamo_poa.clock import ManualClock, SystemClock
 from dynamo_poa.errors import BusError, RequestShed
-from dynamo_poa.handover import KEEP, HandoverChannel, HandoverFailed, Handovers
+from dynamo_poa.handover import (
+    KEEP,
+    HandoverChannel,
+    HandoverFailed,
+    Handovers,
+    meeting_place,
+    of_the_other_leg,
+)
 from dynamo_poa.wire import Handover
 
 
@@ -16,6 +23,65 @@ def note(request_id: str = "r", worker_id: int = 1, port: int = 7001) -> Handove
     return Handover(
         request_id=request_id, worker_id=worker_id, dp_rank=0, bootstrap_host="127.0.0.1", bootstrap_port=port
     )
+
+
+PLACEHOLDER = {
+    "bootstrap_host": "127.0.0.1",
+    "bootstrap_port": 1,
+    "bootstrap_room": 2**63 - 1,
+    "handoff_id": b"\x00" * 15 + b"\xff",
+}
+
+
+@pytest.mark.parametrize(
+    ("attempt", "room", "handoff_id"),
+    [
+        (1, 2**63 - 1, b"\x00" * 15 + b"\xff"),
+        (2, 2**63 - 1 - 2**40, b"\x00" * 15 + b"\xfe"),
+        (3, 2**63 - 1 - 2**41, b"\x00" * 15 + b"\xfd"),
+    ],
+)
+def test_each_attempt_of_the_prefill_leg_has_an_id_and_a_room_of_its_own(
+    attempt: int, room: int, handoff_id: bytes
+) -> None:
+    """An engine that has seen an id refuses it; the first attempt's are the frontend's. Source: make soak."""
+    place = meeting_place(PLACEHOLDER, msgspec.structs.replace(note(), attempt=attempt))
+    assert place == {
+        "bootstrap_host": "127.0.0.1",
+        "bootstrap_port": 7001,
+        "bootstrap_room": room,
+        "handoff_id": handoff_id,
+    }
+    assert room % 64 == PLACEHOLDER["bootstrap_room"] % 64  # type: ignore[operator]
+    assert PLACEHOLDER["bootstrap_port"] == 1
+
+
+def test_what_is_not_understood_of_a_meeting_place_stays_as_it_is() -> None:
+    """The stream path may bring binary as a list; another engine may have no id at all."""
+    again = msgspec.structs.replace(note(), attempt=2)
+    where = {"bootstrap_host": "127.0.0.1", "bootstrap_port": 7001}
+    assert meeting_place({"handoff_id": [0, 4]}, again) == {"handoff_id": [0, 5], **where}
+    assert meeting_place({"handoff_id": "text", "more": 1}, again) == {
+        "handoff_id": "text",
+        "more": 1,
+        **where,
+    }
+    assert meeting_place({}, again) == where
+
+
+@pytest.mark.parametrize(
+    ("error", "of_it"),
+    [
+        ("Generate Error: bootstrap connection failed: Connection refused (os error 111)", True),
+        ("Generate Error: handoff HandoffId(4aee1a44) already has a lifecycle route", True),
+        ("Generate Error: engine shut down", False),
+    ],
+)
+def test_what_an_engine_says_of_the_other_leg_is_told_from_what_it_says_of_itself(
+    error: str, of_it: bool
+) -> None:
+    """Its own worker is then avoided, or not. Source: measured, mock engine."""
+    assert of_the_other_leg(error) is of_it
 
 
 async def test_a_note_is_kept_for_a_decode_leg_that_comes_later() -> None:

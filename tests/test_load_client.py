@@ -16,7 +16,7 @@ PROMPT = Prompt((1000, 1001), 2)
 
 
 @asynccontextmanager
-async def server(*pieces: bytes, pause_s: float = 0.0) -> AsyncIterator[LoadClient]:
+async def server(*pieces: bytes, pause_s: float = 0.0, exact: bool = False) -> AsyncIterator[LoadClient]:
     writers: list[asyncio.StreamWriter] = []
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -29,7 +29,8 @@ async def server(*pieces: bytes, pause_s: float = 0.0) -> AsyncIterator[LoadClie
 
     listening = await asyncio.start_server(answer, "127.0.0.1", 0)
     try:
-        yield LoadClient("127.0.0.1", listening.sockets[0].getsockname()[1], "m", timeout_s=0.5)
+        port = listening.sockets[0].getsockname()[1]
+        yield LoadClient("127.0.0.1", port, "m", timeout_s=0.5, exact=exact)
     finally:
         listening.close()
         for writer in writers:
@@ -44,6 +45,15 @@ async def test_tokens_are_counted_across_packet_borders() -> None:
         async with server(whole[:cut], whole[cut:], pause_s=0.001) as client:
             result = await client.complete(PROMPT)
         assert (result.error, result.tokens, client.tokens) == ("", 3, 3), cut
+
+
+@pytest.mark.parametrize(("count", "error"), [(1, "1 of 2 tokens"), (2, ""), (3, "3 of 2 tokens")])
+async def test_an_answer_of_another_length_than_asked_for_can_be_a_failure(count: int, error: str) -> None:
+    """A request that goes on at another router must neither lose tokens nor repeat them."""
+    async with server(OK + CHUNK * count + END, exact=True) as client:
+        assert (await client.complete(PROMPT)).error == error
+    async with server(OK + CHUNK * count + END) as client:
+        assert (await client.complete(PROMPT)).error == ""
 
 
 @pytest.mark.parametrize(

@@ -652,10 +652,52 @@ async def test_a_prefill_leg_that_moves_takes_its_decode_leg_along() -> None:
         assert await asked.whole() == b"".join(ANSWER)
         await eventually(lambda: first.ended)
         assert bytes(first.heard) == KILL
-        ports = [request.get("bootstrap_info")["bootstrap_port"] for request in bench.workers[A].requests]
-        assert ports == [7001, 7002]
+        requests = [bench.workers[worker].requests for worker in (A, B)]
+        ports = [[request.get("bootstrap_info")["bootstrap_port"] for request in of] for of in requests]
+        assert ports == [[7001], [7002]]
         await bench.at_rest()
         assert bench.outcomes() == [Outcome.OK]
+
+
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+async def test_an_engines_error_of_one_leg_is_held_back_and_its_leg_tried_again(
+    role: Role, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is the other leg's, mostly. No byte of it reaches the requester, nor of what follows it."""
+    monkeypatch.setattr("dynamo_poa.router.MOVE_S", 0.02)
+    error = chunk(finish_reason={"error": "handoff peer has gone"})
+
+    async def fails(dial: Dial) -> None:
+        dial.begin()
+        dial.say(error)
+        await asyncio.sleep(0.01)
+        dial.say(FINAL, SENTINEL)
+
+    handovers = Handovers()
+    async with RelayBench(role, handovers=handovers) as bench:
+        bench.workers[A].script = fails
+        handovers.announce(_note("both", 7001))
+        asked = bench.requester.ask(id="both", bootstrap_info={"bootstrap_room": 1})
+        assert await asked.whole() == b"".join(ANSWER)
+        await bench.at_rest()
+        assert [(event.worker_id, event.attempt) for event in bench.chosen()] == [(A, 1), (B, 2)]
+        assert (bench.outcomes(), A in bench.avoid) == ([Outcome.OK], False)
+
+
+async def test_an_engines_error_of_both_workers_is_told_in_words() -> None:
+    """As a handler's failure is; natively such an answer is an empty one."""
+
+    async def fails(dial: Dial) -> None:
+        dial.begin()
+        dial.say(chunk(finish_reason={"error": "no memory"}), FINAL, SENTINEL)
+
+    async with RelayBench(Role.PREFILL, handovers=Handovers()) as bench:
+        bench.script(fails)
+        asked = bench.requester.ask(bootstrap_info={"bootstrap_room": 1})
+        await asked.has(error_answer(f"AnswerFailed: worker {B}: no memory"))
+        asked.close()
+        await bench.at_rest()
+        assert bench.outcomes() == [Outcome.FAILED]
 
 
 async def test_no_second_worker_is_asked_once_an_answer_has_begun() -> None:

@@ -286,6 +286,16 @@ def test_rules_between_keys_are_checked(
         assert found == problems
 
 
+def test_a_request_goes_on_at_another_router_unless_configured_otherwise() -> None:
+    """Without it all requests on a killed router fail. Source: measured, make soak."""
+    start = (
+        "dynamo.frontend --namespace poa --http-host 127.0.0.1 --http-port 21001 --router-mode round-robin"
+    )
+    for args, shown in (({}, "3"), ({"migration-limit": 0}, "0")):
+        plan = plan_of(DISAGGREGATED, {"Frontend": {"http_port": 0, "args": args}})
+        assert command(plan, "frontend") == f"{start} --migration-limit {shown}"
+
+
 def test_the_plan_of_a_disaggregated_graph_starts_everything_in_order() -> None:
     """NATS, workers, routers, controller, frontend; each with the probe it is awaited by."""
     plan = plan_of(

@@ -11,11 +11,11 @@ from structlog.testing import capture_logs
 from dynamo_poa.avoid import AvoidList
 from dynamo_poa.clock import ManualClock
 from dynamo_poa.config import RouterConfig
-from dynamo_poa.errors import RequestShed, WorkerUnreachable
+from dynamo_poa.errors import AnswerFailed, RequestShed, WorkerUnreachable
 from dynamo_poa.handover import HandoverFailed, Handovers
 from dynamo_poa.router import Leg, RequestRefused, RouterStats, Sampler
 from dynamo_poa.values import MAX_ROUTER_TEMPERATURE, Outcome, Role, RouterParams
-from dynamo_poa.wire import Chosen, Ended, FirstToken
+from dynamo_poa.wire import Chosen, Ended, FirstToken, Handover
 
 
 class Holder:
@@ -353,6 +353,7 @@ BOOTSTRAP = {
     "bootstrap_room": 42,
     "handoff_id": b"\x00" * 16,
 }
+NOTE = Handover(request_id="r1", worker_id=A, dp_rank=0, bootstrap_host="127.0.0.1", bootstrap_port=7001)
 
 
 async def test_both_legs_meet_at_the_prefill_worker_that_was_chosen() -> None:
@@ -372,7 +373,10 @@ async def test_both_legs_meet_at_the_prefill_worker_that_was_chosen() -> None:
 
 
 async def test_a_prefill_retry_moves_the_decode_leg_along() -> None:
-    """The first prefill worker refused after its address was announced: decode is sent again."""
+    """The first prefill worker refused after its address was announced: decode is sent again, elsewhere.
+
+    Where it was sent first the engine still clears up after it, and would with the second, of the same id.
+    """
     handovers = Handovers()
     prefill, decode = Bench(Role.PREFILL, handovers), Bench(Role.DECODE, handovers)
     met = asyncio.Event()
@@ -397,8 +401,9 @@ async def test_a_prefill_retry_moves_the_decode_leg_along() -> None:
     async for _ in prefill.generate(bootstrap_info={**BOOTSTRAP}):
         pass
     assert (await first)["token_ids"] == [1000]
-    ports = [request["bootstrap_info"]["bootstrap_port"] for _, request in decode.pool.sent]
-    assert ports == [7001, 7002]
+    asked = [(worker, request["bootstrap_info"]["bootstrap_port"]) for worker, request in decode.pool.sent]
+    assert asked == [(A, 7001), (B, 7002)]
+    assert A not in decode.avoid
     async for _ in stream:
         pass
     assert decode.pool.open_bookings() == []
@@ -414,9 +419,7 @@ async def test_a_decode_worker_that_finds_no_prefill_worker_is_asked_again_when_
         worker_id, request = decode.pool.sent[-1]
         if request["bootstrap_info"]["bootstrap_port"] == 7001:
             noticed.set()
-            raise WorkerUnreachable(
-                worker_id, "Generate Error: bootstrap connection failed: Connection refused"
-            )
+            raise AnswerFailed(worker_id, "Generate Error: bootstrap connection failed: Connection refused")
 
     decode.pool.before_first = rendezvous
     stream = decode.generate(bootstrap_info={**BOOTSTRAP})
@@ -434,11 +437,93 @@ async def test_a_decode_worker_that_finds_no_prefill_worker_is_asked_again_when_
         pass
     assert (await first)["token_ids"] == [1000]
     asked = [(worker, request["bootstrap_info"]["bootstrap_port"]) for worker, request in decode.pool.sent]
-    assert asked == [(A, 7001), (A, 7002)]
+    assert asked == [(A, 7001), (B, 7002)]
     assert A not in decode.avoid
     async for _ in stream:
         pass
     assert (decode.outcome(), decode.pool.open_bookings()) == (Outcome.OK, [])
+
+
+ENGINE_ERROR = {"finish_reason": {"error": "the other leg's worker has gone"}, "token_ids": []}
+
+
+def failing(bench: Bench, *workers: int) -> list[int]:
+    """Let engines of these workers begin with an error; return the list that says who was asked."""
+    original, asked = bench.pool.send, list[int]()
+
+    async def send(request: Any, worker: Any, context: Any) -> Any:
+        chunk, rest = await original(request, worker, context)
+        asked.append(worker.worker_id)
+        return ({**ENGINE_ERROR} if worker.worker_id in workers else chunk), rest
+
+    bench.pool.send = send  # type: ignore[method-assign]
+    return asked
+
+
+async def test_a_prefill_engine_that_fails_is_tried_again_elsewhere_under_another_id() -> None:
+    """Its decode worker has died, mostly: the decode leg, retried, follows. Source: measured, make soak."""
+    handovers = Handovers()
+    prefill, decode = Bench(Role.PREFILL, handovers), Bench(Role.DECODE, handovers)
+    asked = failing(prefill, A)
+    decode.pool.unreachable = {A}
+
+    async def run(bench: Bench) -> None:
+        async for _ in bench.generate(bootstrap_info={**BOOTSTRAP}):
+            pass
+
+    await asyncio.gather(run(prefill), run(decode))
+    assert asked == [A, B]
+    assert (prefill.outcome(), decode.outcome()) == (Outcome.OK, Outcome.OK)
+    assert A not in prefill.avoid  # it is well
+    moved = {
+        "bootstrap_host": "127.0.0.1",
+        "bootstrap_port": 7002,
+        "bootstrap_room": 42 ^ 2**40,
+        "handoff_id": b"\x00" * 15 + b"\x01",
+    }
+    assert prefill.pool.sent[-1][1]["bootstrap_info"] == moved
+    assert decode.pool.sent[-1][1]["bootstrap_info"] == moved
+    assert prefill.pool.open_bookings() == decode.pool.open_bookings() == []
+
+
+async def test_a_prefill_engine_that_fails_late_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a rendezvous that timed out nobody waits for another."""
+    monkeypatch.setattr("dynamo_poa.router.HANDOVER_TIMEOUT_S", 0.0)
+    bench = Bench(Role.PREFILL, Handovers())
+    asked = failing(bench, A, B)
+    with pytest.raises(AnswerFailed, match="the other leg's worker has gone"):
+        await anext(bench.generate(bootstrap_info={**BOOTSTRAP}))
+    assert asked == [A]
+    assert bench.outcome() is Outcome.FAILED
+
+
+async def test_a_decode_engine_that_fails_while_its_prefill_leg_stays_is_tried_again_on_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It waits a moment for that leg to move, for it mostly does; both failing, the client hears why."""
+    monkeypatch.setattr("dynamo_poa.router.MOVE_S", 0.02)
+    for broken, outcome in (((A,), Outcome.OK), ((A, B), Outcome.FAILED)):
+        handovers = Handovers()
+        decode = Bench(Role.DECODE, handovers)
+        asked = failing(decode, *broken)
+        handovers.announce(NOTE)
+        stream = decode.generate(bootstrap_info={**BOOTSTRAP})
+        if outcome is Outcome.OK:
+            assert [chunk["token_ids"] async for chunk in stream] == [[1000], [1001], [1002], []]
+        else:
+            with pytest.raises(AnswerFailed, match=rf"worker {B}: .*the other leg's worker has gone"):
+                await anext(stream)
+        assert asked == [A, B]
+        assert (decode.outcome(), A in decode.avoid) == (outcome, False)
+        assert decode.pool.open_bookings() == []
+
+
+async def test_without_hand_over_an_engines_error_is_the_clients() -> None:
+    """It is the request's own, mostly: another engine would say the same."""
+    bench = Bench()
+    asked = failing(bench, A)
+    assert await anext(bench.generate()) == ENGINE_ERROR
+    assert asked == [A]
 
 
 async def test_a_failed_prefill_leg_fails_the_decode_leg_at_once() -> None:
@@ -489,6 +574,31 @@ async def test_a_prefill_worker_seen_by_the_kv_router_first_is_looked_up_again()
     del bench.directory._cards[A]
     async for _ in bench.generate(bootstrap_info={**BOOTSTRAP}):
         pass
+    assert [request["bootstrap_info"]["bootstrap_port"] for _, request in bench.pool.sent] == [7009]
+
+
+async def test_a_prefill_worker_without_a_card_is_drawn_around_and_keeps_its_good_name() -> None:
+    """Just started, it was avoided for 15 s, and a dead one was all that was left. Source: make soak."""
+    bench = Bench(Role.PREFILL, Handovers())
+    del bench.directory._cards[A]
+    async for _ in bench.generate(bootstrap_info={**BOOTSTRAP}):
+        pass
+    assert [worker for worker, _ in bench.pool.sent] == [B]
+    assert A not in bench.avoid
+
+
+async def test_the_only_prefill_worker_is_waited_for_until_its_card_can_be_read() -> None:
+    """KvRouter offers it a moment earlier; without an address nobody could meet there."""
+    bench = Bench(Role.PREFILL, Handovers())
+    bench.pool.workers = [A]
+    del bench.directory._cards[A]
+    asked = asyncio.ensure_future(anext(bench.generate(bootstrap_info={**BOOTSTRAP})))
+    for _ in range(5):
+        await bench.clock.advance(0.1)
+    assert (asked.done(), bench.pool.sent) == (False, [])
+    bench.directory.late = {A: prefill_card(A, 7009)}
+    await bench.clock.advance(0.1)
+    await asked
     assert [request["bootstrap_info"]["bootstrap_port"] for _, request in bench.pool.sent] == [7009]
 
 

@@ -56,6 +56,15 @@ def test_a_failure_is_excused_only_by_a_killed_process_it_was_on(hit, judged):
     assert verdict(result(error=""), ON_1_AND_2, ROLES, [hit]) is Verdict.OK
 
 
+def test_a_request_whose_retry_failed_after_its_worker_was_killed_is_counted_apart():
+    """It was on a killed worker, and a router that can try again should have saved it."""
+    again = {**ON_1_AND_2, Role.DECODE: Leg(2, "router-1-11", earlier=(7, 8))}
+    assert verdict(result(), again, ROLES, [worker_hit(8)]) is Verdict.RETRY_FAILED
+    assert verdict(result(), again, ROLES, [worker_hit(8), worker_hit(2)]) is Verdict.KILLED_WORKER
+    assert verdict(result(), again, ROLES, [worker_hit(8, at_s=99.9)]) is Verdict.LOST
+    assert verdict(result(), again, ROLES, [worker_hit(8, number="SIGTERM")]) is Verdict.LOST
+
+
 def test_decisions_that_died_with_their_router_leave_only_the_time_to_judge_by():
     """A router's last 50 ms of decisions are never sent."""
     half = {Role.PREFILL: Leg(1, "router-1-11")}
@@ -131,6 +140,18 @@ def test_growth_is_judged_where_routers_were_left_alone():
     leaking = [sample("router-0-10", at, sockets=30 + int(at / 10)) for at in at_s]  # 20 in 200 s
     assert missed(seen(samples=leaking + filling)) == ["router-0_growth_sockets"]
     assert missed(seen(samples=quiet, quiet_s=170.0)) == []
+
+
+def test_a_routers_growth_is_judged_once_dynamo_has_swept_its_trees():
+    """Five minutes of ever new prompts fill them, which is no leak; what comes after that is."""
+    filling = [
+        sample("router-0-10", float(at), mb=100 + min(at - 200, 300) / 10) for at in range(200, 801, 2)
+    ]
+    leaking = [sample("router-0-10", float(at), mb=100 + at / 10) for at in range(200, 801, 2)]
+    assert missed(seen(samples=filling, seconds=800.0, quiet_s=600.0)) == []
+    assert missed(seen(samples=leaking, seconds=800.0, quiet_s=600.0)) == ["router-0_growth_mb"]
+    young = [one for one in leaking if one.at_s < 680.0]  # 170 s after the sweep
+    assert missed(seen(samples=young, seconds=680.0, quiet_s=480.0)) == []
 
 
 def test_a_failed_request_is_reported_with_the_processes_it_was_on():

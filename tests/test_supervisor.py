@@ -3,7 +3,9 @@
 import asyncio
 import contextlib
 import io
+import json
 import os
+import socket
 import subprocess
 import sys
 import textwrap
@@ -173,6 +175,36 @@ async def test_a_crashed_process_is_restarted_and_said_so(tmp_path: Path) -> Non
         "restarts": 1,
     }
     assert 0.5 in clock.pauses_s
+
+
+async def test_a_process_that_has_ended_leaves_discovery_before_it_is_started_again(tmp_path: Path) -> None:
+    """Issue 4: Dynamo itself would list it for 7 to 10 s more; what listens still is another's."""
+
+    def record(port: int, number: int) -> Path:
+        path = tmp_path / "discovery" / "v1" / "instances" / f"poa%2Fbackend%2Fgenerate%2F{number}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        transport = {"tcp": f"127.0.0.1:{port}/{number}/generate"}
+        path.write_text(json.dumps({"instance_id": number, "transport": transport}))
+        return path
+
+    plan = plan_of(tmp_path, serving(tmp_path, "worker"))
+    with (
+        capture_logs() as logs,
+        socket.create_server(("127.0.0.1", 0)) as listening,
+        socket.socket() as silent,
+    ):
+        silent.bind(("127.0.0.1", 0))
+        async with serve_graph(plan, clock=QuickClock()) as running:
+            live = record(listening.getsockname()[1], 1)
+            dead = record(silent.getsockname()[1], 2)
+            await running.kill("worker")
+            await until(lambda: journal(tmp_path).count("worker ready") == 2)
+            assert (live.exists(), dead.exists()) == (True, False)
+    names = [entry["event"] for entry in logs]
+    assert names.index("poa.records.removed") < names.index("poa.process.restarted")
+    assert [entry["records"] for entry in logs if entry["event"] == "poa.records.removed"] == [
+        ["v1/instances/poa/backend/generate/2"]
+    ]
 
 
 class StepClock(QuickClock):

@@ -18,6 +18,7 @@ from rich.console import Console
 from dynamo_poa.bench import (
     client,
     detection,
+    growth,
     hop,
     ingest,
     latency,
@@ -50,6 +51,7 @@ class Lengths(msgspec.Struct, frozen=True, kw_only=True):
     seeds: int = 100
     steady_minutes: float = 30.0
     client_s: float = 15.0
+    requests: int = growth.JUDGED
 
 
 QUICK = Lengths(
@@ -65,6 +67,7 @@ QUICK = Lengths(
     seeds=20,
     steady_minutes=5.0,
     client_s=5.0,
+    requests=10_000,
 )
 
 Measurement = Callable[[Lengths, Say], Figure]
@@ -77,6 +80,7 @@ FIGURES: dict[str, Measurement] = {
     "latency": lambda lengths, say: latency.measure(lengths.latency_s, say),
     "observe": lambda lengths, say: observe.measure(lengths.observe_s, say),
     "memory": lambda lengths, say: memory.measure(lengths.minutes, say),
+    "growth": lambda lengths, say: growth.measure(lengths.requests, say),
     "snapshot": lambda lengths, say: snapshot.measure(lengths.snapshots, say),
     "client": lambda lengths, say: client.measure(lengths.client_s, say),
     "detection": lambda lengths, say: detection.measure(lengths.steady_minutes, lengths.seeds, say),

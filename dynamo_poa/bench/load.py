@@ -14,7 +14,7 @@ import random
 import re
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import msgspec
@@ -129,6 +129,7 @@ class LoadClient:
 
     Args:     named: give each request its id, to find it in the plugin's decisions; Dynamo warns at each.
               ask_workers: have the frontend say which workers it chose; a plugin's are its own instances.
+              exact: an answer that does not hold the tokens asked for has failed.
     """
 
     def __init__(
@@ -141,10 +142,11 @@ class LoadClient:
         timeout_s: float = 60.0,
         named: bool = False,
         ask_workers: bool = False,
+        exact: bool = False,
     ) -> None:
         self._host, self._port, self._model = host, port, model
         self._clock: Clock = clock or SystemClock()
-        self._timeout_s, self._named = timeout_s, named
+        self._timeout_s, self._named, self._exact = timeout_s, named, exact
         self._extra = {"nvext": {"extra_fields": ["worker_id"]}} if ask_workers else {}
         self.tokens = 0
 
@@ -163,7 +165,10 @@ class LoadClient:
 
     async def complete(self, prompt: Prompt) -> Result:
         """Send one request and wait for its end; never raises for what the server does."""
-        return await self.send(self.encode(prompt))
+        result = await self.send(self.encode(prompt))
+        if self._exact and result.ok and result.tokens != prompt.max_tokens:
+            return replace(result, error=f"{result.tokens} of {prompt.max_tokens} tokens")
+        return result
 
     async def send(self, body: bytes) -> Result:
         """Send one encoded request and wait for its end; never raises for what the server does."""

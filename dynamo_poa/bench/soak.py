@@ -52,7 +52,7 @@ PROMPT_TOKENS = 128
 OUT_TOKENS = (16, 64, 256)
 REQUEST_S = 30.0  # a client gives up after so long, which is a violation
 PAUSE_S = (3.0, 9.0)  # from whole to the next, drawn evenly
-QUIET_FRAC = 1 / 3  # of the run, at its end: no router is touched
+QUIET_FRAC = 0.45  # of the run, at its end: no router is touched, for longer than soak_report.SWEPT_S
 SAMPLE_S = 2.0
 WARM_UP_S = 5.0
 SETTLE_S = 16.0  # without load: longer than any connection lingers
@@ -107,7 +107,9 @@ class Watch:
         for event in batch.events:
             if isinstance(event, Chosen):
                 legs = self.legs.setdefault(event.request_id, {})
-                legs[event.role] = Leg(event.worker_id, batch.router_id)
+                before = legs.get(event.role)
+                earlier = () if before is None else (*before.earlier, before.worker_id)
+                legs[event.role] = Leg(event.worker_id, batch.router_id, earlier)
 
     async def routers(self, from_s: float) -> list[Sample]:
         """Look at every router process that is up."""
@@ -154,7 +156,13 @@ async def _load(
     url, common = urlsplit(running.http_url), running.plan.sections["Common"]
     assert isinstance(common, CommonConfig)
     client = LoadClient(
-        "127.0.0.1", url.port or 80, common.model_name, clock=clock, timeout_s=REQUEST_S, named=True
+        "127.0.0.1",
+        url.port or 80,
+        common.model_name,
+        clock=clock,
+        timeout_s=REQUEST_S,
+        named=True,
+        exact=True,
     )
     users = ClosedLoop(client, _mixed(seed), results.append, clock)
     users.resize(USERS)

@@ -2,8 +2,9 @@
 
 Owns: the verdict on each request, the goals, the figure.
 Does not own: the run (soak.py), drawing (report.py).
-Invariant: pure. A failure is lost unless a process it was on was killed in its lifetime: a worker by the last
-           decision of each leg, a router by who sent that decision. SIGTERM and NATS excuse nothing.
+Invariant: pure. A failure is lost unless a process it was on was killed in its lifetime: a worker by a
+           decision for it, the last of its leg or an earlier one, which is counted apart; a router by who
+           sent a leg's last decision. SIGTERM and NATS excuse nothing.
 Source: issue 4: 0 requests lost beyond those that were on a killed worker or router. Decisions of a router's
         last 50 ms die with it, so of a request without one only the time can be told.
 """
@@ -26,6 +27,9 @@ REFUSED = "HTTP 500"  # what a frontend makes of a router it cannot connect to; 
 HUNG = "no end within"  # how the load client says so
 FLAT_MB = 5.0
 FLAT_SOCKETS = 16.0
+# A router process is judged from this age on: Dynamo's own trees, of caches and of bookings, keep their empty
+# nodes until it sweeps them, every 5 minutes. Measured: what they grew by is free from then on.
+SWEPT_S = 310.0
 JUDGED_S = 180.0  # a shorter stretch does not tell growth from noise
 
 
@@ -34,6 +38,7 @@ class Verdict(StrEnum):
 
     OK = "ok"
     KILLED_WORKER = "was on a killed worker"
+    RETRY_FAILED = "was on a killed worker, and its retry failed too"
     KILLED_ROUTER = "was on a killed router"
     DEAD_ROUTER = "sent by the frontend to a router already killed"
     LOST = "lost"
@@ -59,10 +64,14 @@ class Hit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Leg(msgspec.Struct, frozen=True):
-    """The last decision for one leg of a request, and which router process made it."""
+    """The last decision for one leg of a request, and which router process made it.
+
+    earlier:  the workers of the decisions before it
+    """
 
     worker_id: int
     router_id: str
+    earlier: tuple[int, ...] = ()
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
@@ -125,6 +134,8 @@ def verdict(result: Result, legs: Mapping[Role, Leg], roles: Iterable[Role], hit
     meanwhile = [hit for hit in killed if result.started_at_s - DYING_S <= hit.at_s <= ended_at_s]
     if any(leg.worker_id in hit.worker_ids for hit in meanwhile for leg in legs.values()):
         return Verdict.KILLED_WORKER
+    if any(worker in hit.worker_ids for hit in meanwhile for leg in legs.values() for worker in leg.earlier):
+        return Verdict.RETRY_FAILED
     unknown = any(role not in legs for role in roles)
     on = {leg.router_id for leg in legs.values()}
     if any(hit.router_id and (unknown or hit.router_id in on) for hit in meanwhile):
@@ -159,7 +170,7 @@ def figure(seen: Seen, failed: Sequence[Failure], routers: int) -> Figure:
     hung = sum(failure.error.startswith(HUNG) for failure in failed)
     signals = Counter(f"{hit.signal} {hit.process.rstrip('-0123456789')}" for hit in seen.hits)
     relayed = sum(one.relay for one in seen.last)
-    excused = (Verdict.KILLED_WORKER, Verdict.KILLED_ROUTER, Verdict.DEAD_ROUTER)
+    excused = (Verdict.KILLED_WORKER, Verdict.RETRY_FAILED, Verdict.KILLED_ROUTER, Verdict.DEAD_ROUTER)
     measures = [
         plain("requests", "requests", len(seen.results), ""),
         plain("rps", "requests", len(seen.results) / seen.seconds, "/s"),
@@ -184,7 +195,8 @@ def figure(seen: Seen, failed: Sequence[Failure], routers: int) -> Figure:
         conditions=(
             "ended: " + ", ".join(f"{count} x {what}" for what, count in sorted(signals.items())),
             f"whole again after {back_s[len(back_s) // 2] if back_s else 0:.1f} s (median)",
-            f"growth is that of the last {seen.quiet_s:.0f} s, in which no router is touched",
+            f"growth is that of the last {seen.quiet_s:.0f} s, in which no router is touched, of "
+            f"processes older than {SWEPT_S:.0f} s: by then Dynamo has swept its own trees",
             *(f"{count} x {why}: {error}" for (why, error), count in sorted(errors.items())),
             *(f"frames not understood: {count} x {reason}" for reason, count in seen.handed_on.items()),
             *(f"ended by itself: {count} x {name}" for name, count in seen.unasked.items() if count),
@@ -198,7 +210,8 @@ def _growth(seen: Seen) -> list[Measure]:
     from_s = seen.seconds - seen.quiet_s
     for router_id in sorted({one.router_id for one in seen.last}):
         replica = router_id.rpartition("-")[0]  # without its pid
-        quiet = [one for one in seen.samples if one.router_id == router_id and one.at_s >= from_s]
+        own = [one for one in seen.samples if one.router_id == router_id]
+        quiet = [one for one in own if one.at_s >= max(from_s, own[0].at_s + SWEPT_S)]
         if len(quiet) > 1:
             span_s = quiet[-1].at_s - quiet[0].at_s
             mb = slope([(one.at_s, one.mb) for one in quiet]) * span_s

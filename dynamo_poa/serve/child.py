@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 
 import structlog
 
@@ -42,15 +42,29 @@ _BOUND_TO_PARENT = (
 log = structlog.get_logger()
 
 
-class Child:
-    """One process of a graph, kept running until told to stop."""
+async def _nothing(spec: Process) -> None:
+    """Do nothing."""
 
-    def __init__(self, spec: Process, env: Mapping[str, str], emit: Emit, clock: Clock) -> None:
+
+class Child:
+    """One process of a graph, kept running until told to stop.
+
+    ended:  is called each time it has ended unasked, before it is started again
+    """
+
+    def __init__(
+        self,
+        spec: Process,
+        env: Mapping[str, str],
+        emit: Emit,
+        clock: Clock,
+        ended: Callable[[Process], Awaitable[None]] = _nothing,
+    ) -> None:
         self.spec = spec
         self.restarts = 0
         self.ready = False  # set by the supervisor; crashes before count towards giving up
         self.last_lines: deque[str] = deque(maxlen=LAST_LINES)
-        self._env, self._emit, self._clock = env, emit, clock
+        self._env, self._emit, self._clock, self._ended = env, emit, clock, ended
         self._process: asyncio.subprocess.Process | None = None
         self._stopping = False
 
@@ -71,6 +85,7 @@ class Child:
             status = await self._run_once()
             if self._stopping:
                 return
+            await self._ended(self.spec)
             up_s = self._clock.monotonic_s() - started_at_s
             if not self.ready:
                 early_crashes += 1

@@ -1,7 +1,8 @@
 """Decides the order in which a graph's processes start and stop, and when a start has failed.
 
 Owns: stages, readiness, the time a start and a stop may take, clean-up whatever happens.
-Does not own: what runs (plan.py), one process's restarts (child.py), files (rundir.py).
+Does not own: what runs (plan.py), one process's restarts (child.py), files (rundir.py), which records in
+              discovery are a dead process's (dead_records.py).
 Invariant: when `serve_graph` has exited, however it was left, no process and no file of the graph remains.
 Source: written here rather than taken from a library: circus brings ZeroMQ and a daemon but no readiness,
         honcho neither restarts nor orders, supervisord wants files and a daemon of its own.
@@ -11,6 +12,7 @@ import asyncio
 import signal
 from collections.abc import AsyncIterator, Coroutine, Iterable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -20,7 +22,8 @@ from dynamo_poa.clock import Clock, SystemClock
 from dynamo_poa.errors import StartError
 from dynamo_poa.serve import rundir
 from dynamo_poa.serve.child import Child, Emit
-from dynamo_poa.serve.graph import Probe, Registered, Stage
+from dynamo_poa.serve.dead_records import remove_dead_records
+from dynamo_poa.serve.graph import Probe, Process, Registered, Stage
 from dynamo_poa.serve.plan import Plan
 from dynamo_poa.serve.readiness import PROBE_TIMEOUT_S, is_up, shortfall
 
@@ -38,7 +41,7 @@ class Running:
     def __init__(self, plan: Plan, emit: Emit, clock: Clock) -> None:
         self.plan = plan
         self._clock = clock
-        self._children = {p.name: Child(p, plan.env, emit, clock) for p in plan.processes}
+        self._children = {p.name: Child(p, plan.env, emit, clock, self._tidy) for p in plan.processes}
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     @property
@@ -67,6 +70,13 @@ class Running:
         child.send(number)
         while number in (signal.SIGKILL, signal.SIGTERM) and pid is not None and child.pid == pid:
             await self._clock.sleep(PROBE_INTERVAL_S)
+
+    async def _tidy(self, ended: Process) -> None:
+        """Take a process that has ended out of discovery, where its silence alone would tell of its end."""
+        if isinstance(self.plan.discovery, Path):
+            removed = await remove_dead_records(self.plan.discovery)
+            if removed:
+                log.info("poa.records.removed", process=ended.name, records=list(removed))
 
     async def wait(self) -> None:
         """Wait for ever, or until a process cannot be kept running."""

@@ -4,7 +4,11 @@ One graph for all, in this order: each test ends with the graph healed as far as
 """
 
 import asyncio
+import contextlib
+import json
 from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -105,15 +109,35 @@ async def test_a_restarted_nats_heals_under_load(graph: LiveGraph) -> None:
     assert (samples["poa_router_bus_connected"], samples["poa_router_bus_reconnects_total"]) == (1, 1)
 
 
-async def test_a_killed_worker_costs_only_what_it_was_streaming(graph: LiveGraph) -> None:
-    """Issue: a refused connection costs one retry; the dead are avoided until discovery drops them."""
+async def test_a_killed_process_leaves_discovery_at_once_and_no_other_does(graph: LiveGraph) -> None:
+    """Dynamo itself would list it for 7 to 10 s more. Issue 4: whoever chose it then failed."""
+    before = listed(graph)
+    async with graph.held_down("decode-2"):
+        await eventually(lambda: set(before) - set(listed(graph)), 2)
+        gone = set(before) - set(listed(graph))
+        (worker_id,) = {before[path]["instance_id"] for path in gone}
+        assert gone == {path for path, record in before.items() if record["instance_id"] == worker_id}
+        assert {path.parent.name for path in gone} == {"instances", "mdc"}
+    await graph.until(lambda record: record.pools["decode"].workers == 3, 15)
+    assert set(before) - gone <= set(listed(graph))
+
+
+async def test_a_killed_worker_that_stays_listed_costs_only_what_it_was_streaming(graph: LiveGraph) -> None:
+    """Issue: a refused connection costs one retry; the dead are avoided until discovery drops them.
+
+    Its records are put back: in etcd they stay for as long as their lease.
+    """
     await graph.idle()
     retries = (await graph.metrics("router")).get('poa_router_retries_total{role="decode"}', 0)
     workers = await decode_workers(graph)
+    records = {path: path.read_bytes() for path in listed(graph)}
     async with graph.load(6, max_tokens=24) as results:
         await eventually(lambda: len(results) > 10)
         async with graph.held_down("decode-1"):
             killed_at_s = CLOCK.wall_s()
+            await eventually(lambda: set(records) - set(listed(graph)), 2)
+            for path in set(records) - set(listed(graph)):
+                path.write_bytes(records[path])
             await graph.until(lambda record: record.pools["decode"].workers == 2, EXPIRY_S)
             asked = len(results)
             await eventually(lambda: len(results) > asked + 10)
@@ -158,6 +182,16 @@ async def test_a_killed_router_comes_back_and_knows_the_parameters(graph: LiveGr
     ]
     assert len(revisions) >= 40
     assert min(revisions) >= params.revision
+
+
+def listed(graph: LiveGraph) -> dict[Path, dict[str, Any]]:
+    """Return the instances and cards that discovery lists."""
+    folder, found = graph.running.plan.discovery, {}
+    assert isinstance(folder, Path)
+    for path in (*folder.glob("v1/instances/[!.]*"), *folder.glob("v1/mdc/[!.]*")):
+        with contextlib.suppress(FileNotFoundError):  # it goes in this moment
+            found[path] = json.loads(path.read_bytes())
+    return found
 
 
 async def decode_workers(graph: LiveGraph) -> set[int]:
