@@ -158,7 +158,7 @@ def test_the_knee_lies_between_the_points_around_it():
 
 def test_only_what_serve_can_be_told_is_tried():
     """ω is at most 2, whichever of Dynamo's settings it becomes; the other one stays 1."""
-    assert len(settings("overlap_score_credit")) == len(settings("prefill_load_scale")) == 11
+    assert (len(settings("overlap_score_credit")), len(settings("prefill_load_scale"))) == (11, 8)
     assert all(
         s.overlap_weight <= 2 for s in settings("overlap_score_credit") + settings("prefill_load_scale")
     )

@@ -37,6 +37,7 @@ BLOCK_TOKENS = 64  # measured: mean TTFT as with 16 within 1 %, in less than hal
 SPREAD_S = 3.0  # what Mooncake's times are rounded to
 TUNE_SEEDS, VERIFY_SEEDS = (1, 2, 3), tuple(range(11, 19))
 FINALISTS = 3
+SCREENED = 1000  # requests: enough to tell which settings are not worth a second look
 
 OverlapKey = Literal["overlap_score_credit", "prefill_load_scale"]
 Run = Callable[[Sequence[Cell]], list[Result]]
@@ -50,14 +51,21 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     overlap_key: OverlapKey = "overlap_score_credit"
 
     @property
+    def effect(self) -> tuple[float, float, float]:
+        """Return τ, credit and scale: two settings with the same are one."""
+        scales = self.overlap_key == "prefill_load_scale"
+        credit, scale = (1.0, self.overlap_weight) if scales else (self.overlap_weight, 1.0)
+        return self.router_temperature, credit, scale
+
+    @property
     def policy(self) -> Policy:
         """Return it as the simulator is told."""
-        scales = self.overlap_key == "prefill_load_scale"
+        temperature, credit, scale = self.effect
         return Policy(
             name=self.text,
-            router_temperature=self.router_temperature,
-            overlap_credit=1.0 if scales else self.overlap_weight,
-            prefill_load_scale=self.overlap_weight if scales else 1.0,
+            router_temperature=temperature,
+            overlap_credit=credit,
+            prefill_load_scale=scale,
         )
 
     @property
@@ -68,14 +76,14 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def is_default(self) -> bool:
         """Tell whether this is what Dynamo does unasked."""
-        return (self.router_temperature, self.overlap_weight) == (0.0, 1.0)
+        return self.effect == (0.0, 1.0, 1.0)
 
 
 DEFAULT = Setting()
 TEMPERATURES = (0.0, 0.3, 0.7)
 WEIGHTS: dict[OverlapKey, tuple[float, ...]] = {
-    "overlap_score_credit": (0.0, 0.5, 1.0, 2.0),
-    "prefill_load_scale": (0.25, 0.5, 1.0, 2.0),
+    "overlap_score_credit": (0.1, 0.5, 1.0, 2.0),
+    "prefill_load_scale": (0.5, 1.0, 2.0),
 }
 
 
@@ -180,7 +188,8 @@ def calibrate(trace: str, fleet: Fleet, run: Run, requests: int = 0) -> Calibrat
     points = [_point(rate, result) for rate, result in zip(offered_rps, seen, strict=True)]
     knee_rps = knee(points)
     loads_rps = (BELOW_FRAC * knee_rps, knee_rps, ABOVE_FRAC * capacity_rps)
-    key, finalists = _screen(tuning, loads_rps)
+    screening = _Half(trace, "first", fleet, run, min(requests or SCREENED, SCREENED))
+    key, finalists = _screen(screening, loads_rps)
     tuned = [_tune(tuning, rate, best) for rate, best in zip(loads_rps, finalists, strict=True)]
     choices = [
         _verify(checking, regime, rate, best)
@@ -206,7 +215,7 @@ def calibrate(trace: str, fleet: Fleet, run: Run, requests: int = 0) -> Calibrat
 
 def runs_at_most() -> int:
     """Return how many cells a calibration runs, if every load's best is worth verifying."""
-    tried = 1 + sum(len(settings(key)) for key in WEIGHTS)
+    tried = 1 + len({setting.effect for key in WEIGHTS for setting in settings(key)})
     finals = (1 + FINALISTS) * len(TUNE_SEEDS) + 2 * len(VERIFY_SEEDS)
     return len(USERS) + len(CURVE) + len(Regime) * (tried + finals)
 
@@ -308,22 +317,22 @@ def _screen(half: _Half, loads_rps: Sequence[float]) -> tuple[OverlapKey, list[l
     The key is the one whose best settings gain most, added up over the loads.
     """
     tried = {key: settings(key) for key in WEIGHTS}
-    everything = [DEFAULT, *itertools.chain.from_iterable(tried.values())]
-    results = half.run([(rate, setting, TUNE_SEEDS[0]) for rate in loads_rps for setting in everything])
+    every = {setting.effect: setting for setting in [DEFAULT, *itertools.chain.from_iterable(tried.values())]}
+    results = half.run([(rate, setting, TUNE_SEEDS[0]) for rate in loads_rps for setting in every.values()])
     gains: dict[OverlapKey, float] = dict.fromkeys(tried, 0.0)
     best: dict[OverlapKey, list[list[Setting]]] = {key: [] for key in tried}
-    for at in _batches(results, len(everything)):
+    for at in _batches(results, len(every)):
         seen = {
-            setting.text: result.figures[FIGURE]
-            for setting, result in zip(everything, at, strict=True)
+            effect: result.figures[FIGURE]
+            for effect, result in zip(every, at, strict=True)
             if result.state == "done"
         }
         default_s = _figure(at[0], FIGURE)
         for key, family in tried.items():
-            ranked = sorted((s for s in family if s.text in seen), key=lambda s: seen[s.text])
+            ranked = sorted((s for s in family if s.effect in seen), key=lambda s: seen[s.effect])
             best[key].append(ranked[:FINALISTS])
             if ranked:
-                gains[key] += max(math.log(default_s / seen[ranked[0].text]), 0.0)
+                gains[key] += max(math.log(default_s / seen[ranked[0].effect]), 0.0)
     key = max(gains, key=lambda k: gains[k])
     return key, best[key]
 
