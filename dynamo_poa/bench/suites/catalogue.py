@@ -181,8 +181,8 @@ def _equal(prefill: int, decode: int, **rest: Any) -> Fleet:
     return msgspec.structs.replace(fleet, name=fleet.topology)
 
 
-# The paper's. The batch is chosen so that one prefill worker has its knee near the paper's 128 users: with the
-# engine's own 8,192 tokens 256 users do not saturate it. Slowed, so that they do not saturate two cores either.
+# The paper's. The batch is chosen so that one prefill worker has its knee near the paper's 128 users: with
+# the engine's own 8,192 tokens 256 users do not saturate it. Slowed, so that they do not saturate two cores.
 _PAPER_BATCH = 1024
 _PAPER_LIVE = tuple(_equal(1, n, speedup=0.1, max_num_batched_tokens=_PAPER_BATCH) for n in (5, 2))
 _PAPER_REPLAY = tuple(_equal(1, n, max_num_batched_tokens=_PAPER_BATCH) for n in (5, 2))
