@@ -31,6 +31,8 @@ from dynamo_poa.clock import Clock, SystemClock
 from dynamo_poa.config import CommonConfig
 from dynamo_poa.errors import BusError, ConfigError, StartError
 from dynamo_poa.serve.supervisor import Running, serve_graph
+from dynamo_poa.workloads.arrivals import Load
+from dynamo_poa.workloads.synthetic import Content
 
 POA_WINDOW_S = 20.0
 REQUEST_TIMEOUT_S = 300.0
@@ -38,6 +40,7 @@ DRAIN_S = 60.0
 SETTLE_S = 0.5  # after the last answer: bookings and events of it are over
 START_AT_ONCE = 3  # graphs: their imports are what takes the time, and a frontend may not take 30 s
 FIRST_TICK_S = 10.0
+MOST_PHASES = 16  # of a cell: what a stream's phases are numbered by
 
 
 class Block:
@@ -61,6 +64,7 @@ class Block:
         self._clock: Clock = clock or SystemClock()
         self._running: dict[str, Running] = {}
         self._stacks: list[AsyncExitStack] = []
+        self._loads: dict[tuple[Content, int], list[tuple[Load, tuple[Phase, ...]]]] = {}
         if fleet.stall:
             stalls.check(fleet.stall)
 
@@ -138,7 +142,7 @@ class Block:
             if stall := cell.fleet.stall:
                 child = running.process(process_of(running.plan, stall.role, stall.number))
                 await stack.enter_async_context(stalls.stalling(stall, lambda: child.pid, self._clock))
-            course = _Course(cell, running, [*self._running.values()], watch, self._clock)
+            course = _Course(cell, self._slot(cell), running, [*self._running.values()], watch, self._clock)
             client = self._client(cell, running, asked)
             spans, given_up = await course.drive(client)
             picks = picks_of(asked, spans, watch.chosen if plugin else None, names)
@@ -149,8 +153,19 @@ class Block:
         result = result_of(cell, asked, spans, computed)
         unended = f"{given_up} requests had no end after {DRAIN_S:g} s" if given_up else ""
         reason = "; ".join(filter(None, (result.reason, unended)))
-        series = tuple(watch.points) if cell.phases else ()
-        return msgspec.structs.replace(result, reason=reason, picks=picks, series=series)
+        return msgspec.structs.replace(result, reason=reason, picks=picks, series=tuple(watch.points))
+
+    def _slot(self, cell: Cell) -> int:
+        """Return a number for a cell's load among those of its content and seed, the same for all policies.
+
+        The same seed asks the same under every load: on graphs that live on, a second load's prompts would
+        be in the caches already.
+        """
+        loads = self._loads.setdefault((cell.content, cell.seed), [])
+        course = (cell.load, cell.phases)
+        if course not in loads:
+            loads.append(course)
+        return loads.index(course)
 
     def _client(self, cell: Cell, running: Running, asked: list[Asked]) -> LiveClient:
         common = running.plan.sections["Common"]
@@ -182,9 +197,16 @@ class _Course:
     """One cell on its graph: what happens when."""
 
     def __init__(
-        self, cell: Cell, running: Running, all_running: list[Running], watch: Watch, clock: Clock
+        self,
+        cell: Cell,
+        slot: int,
+        running: Running,
+        all_running: list[Running],
+        watch: Watch,
+        clock: Clock,
     ) -> None:
         self._cell, self._running, self._watch, self._clock = cell, running, watch, clock
+        self._first_phase = slot * MOST_PHASES
         self._idle = [other for other in all_running if other is not running]
 
     async def drive(self, client: LiveClient) -> tuple[list[Span], int]:
@@ -192,14 +214,14 @@ class _Course:
         cell, spans = self._cell, list[Span]()
         phases = cell.phases or (Phase(name="", load=cell.load, seconds=cell.seconds),)
         try:
-            await client.load(phases[0].load)
+            await client.load(phases[0].load, self._first_phase)
             await self._until(client, cell.warm_up_s)
             self._watch.phase = phases[0].name
             self._watch.count()
             for number, phase in enumerate(phases):
                 if number:
                     self._watch.phase = phase.name
-                    await client.load(phase.load, number)
+                    await client.load(phase.load, self._first_phase + number)
                 first = self._read(client)
                 await self._until(client, phase.seconds)
                 spans.append(Span(phase.name, first, self._read(client), self._watch.latest))
