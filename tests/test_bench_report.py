@@ -279,7 +279,9 @@ FIVE = Fleet(name="1P/5D 70b", prefill=1, decode=5, profile="b200-llama-70b-tp4"
 @pytest.mark.parametrize(
     ("prefix", "ours", "expected"),
     [
-        ("poa_hat", 2.0, Answer(text="saturated phase: PoA-hat −50 % (−50 % to −50 %)", verdict="yes")),
+        ("poa_hat", 1.0, Answer(text="saturated phase: PoA-hat −75 % (−75 % to −75 %)", verdict="yes")),
+        # Better, but by less than the paper's 3.1 times.
+        ("poa_hat", 2.0, Answer(text="saturated phase: PoA-hat −50 % (−50 % to −50 %)", verdict="partly")),
         ("poa_hat", 5.0, Answer(text="saturated phase: PoA-hat +25 % (+25 % to +25 %)", verdict="no")),
         (
             "poa_hat",
@@ -307,11 +309,13 @@ def test_a_claim_is_answered_by_its_model_and_topology_alone() -> None:
     plain = msgspec.structs.replace(FIVE, profile="")
     said = answer(claim("adaptive-340b"), adaptive("poa_hat", 4.0, 2.0, plain)).text
     assert said.endswith("(workers of the mock engine's own timing, not of 340B)")
+    both = [*adaptive("poa_hat", 4.0, 2.0, FIVE), *adaptive("poa_hat", 4.0, 9.0, plain)]
+    assert answer(claim("adaptive-70b-5d"), both).text == "saturated phase: PoA-hat −50 % (−50 % to −50 %)"
 
 
-@pytest.mark.parametrize(("knee", "verdict"), [(128, "yes"), (64, "partly"), (None, "no")])
-def test_the_knee_is_the_first_load_past_below(knee, verdict) -> None:
-    """Paper: C = 128; the same on every fleet but elsewhere is a part of it."""
+@pytest.mark.parametrize("knee", [128, 64, None])
+def test_the_knee_is_told_and_never_counts_as_reproduced(knee) -> None:
+    """Our workers' batch was chosen so that the knee lies near the paper's C = 128."""
     results = [
         Result(
             cell=cell(OURS, Closed(users=users), fleet=fleet),
@@ -323,12 +327,65 @@ def test_the_knee_is_the_first_load_past_below(knee, verdict) -> None:
         for users in (32, 64, 128)
     ]
     found = answer(claim("knee"), results)
-    assert found.verdict == verdict
+    assert found.verdict == "not judged"
     assert (f"2P/4D: {knee}" if knee else "2P/4D: no load past it") in found.text
+    assert "by our choice of the workers' batch" in found.text
+    document = results_doc.markdown([contents("paper-1", results)])
+    row = next(line for line in document.splitlines() if "C = 128" in line and line.startswith("|"))
+    assert "| not judged | " in row
+    assert "with the mock engine's own 8,192 256 users do not saturate them" in row
+
+
+@pytest.mark.parametrize(
+    ("high", "verdict"),
+    [((1.5, 2.5, 4.0), "yes"), ((1.05, 1.1, 4.0), "no"), ((1.5, 2.5, None), "no")],
+)
+def test_bands_rise_outside_the_noise_and_are_of_one_policy(high, verdict) -> None:
+    """Paper: flat, rising, high. A step inside the noise is none, and two bands are not three."""
+    bands = [
+        (regime, value)
+        for regime, value in zip(("below", "transition", "saturated"), high, strict=True)
+        if value
+    ]
+    results = [
+        Result(
+            cell=cell(policy, Closed(users=users), seed),
+            state="done",
+            figures={"poa_hat": value * far * (1 + seed / 50)},
+            series=(Point(at_s=0.0, regime=regime),),
+        )
+        for users, (regime, value) in enumerate(bands, 1)
+        for policy, far in ((Policy(name="ours shadow", plugin="shadow"), 1.0), (OURS, 9.0))
+        for seed in SEEDS
+    ]
+    found = answer(claim("bands"), results)
+    assert found.verdict == verdict
+    assert f"2P/4D: below {high[0] * 1.04:.2f}" in found.text
+
+
+@pytest.mark.parametrize(
+    ("regimes", "verdict"),
+    [
+        (("below", "transition", "saturated"), "yes"),
+        (("below", "saturated", "below"), "no"),  # changes, and is wrong at the end
+        (("saturated", "below", "saturated"), "no"),
+    ],
+)
+def test_telling_regimes_apart_is_to_be_right_at_both_ends(regimes, verdict) -> None:
+    """Paper, experiment 2: a controller that only flaps has told nothing apart."""
+    phases = tuple(Phase(name=f"{n}", load=Closed(users=n), seconds=5.0) for n in (16, 64, 256))
+    series = tuple(
+        Point(at_s=float(number), phase=phase.name, regime=regime)
+        for number, (phase, regime) in enumerate(zip(phases, regimes, strict=True))
+    )
+    run = Result(cell=cell(OURS, Closed(users=256), phases=phases), state="done", series=series)
+    found = answer(claim("detection"), [run])
+    assert found.verdict == verdict
+    assert found.text.endswith(f"in {int(verdict == 'yes')} of 1 runs")
 
 
 def test_the_grid_is_judged_below_and_at_saturation() -> None:
-    """Paper, experiment 4, by mean TTFT: here most settings are alike below, and no spread grows 37 times."""
+    """Paper, experiment 4: of PoA-hat there, of mean TTFT here, so `partly` is the most there can be."""
     assert answer(claim("flat-below"), grid()).verdict == "partly"
     found = answer(claim("spread-at"), grid())
     assert found.verdict == "partly"
@@ -370,7 +427,7 @@ def test_the_papers_two_models_are_two_parts_of_the_document() -> None:
     assert text.index("## paper-3 on b200-llama-70b-tp4") < text.index("## paper-3 on b200-nemotron-340b-tp8")
     rows = {line.split(" | ")[1]: line for line in text.splitlines() if "66.4" in line or "28.3" in line}
     assert set(rows) == {"70B, 1P/5D", "340B"}
-    assert all("PoA-hat −50 % (−50 % to −50 %) | yes |" in row for row in rows.values())
+    assert all("PoA-hat −50 % (−50 % to −50 %) | partly |" in row for row in rows.values())
 
 
 @pytest.mark.parametrize(
