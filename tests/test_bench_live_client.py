@@ -203,3 +203,15 @@ async def test_a_trace_is_exhausted_when_its_last_request_has_been_answered(
     assert len({tuple(body["prompt"][:512]) for body in bodies}) == 1
     assert len({tuple(body["prompt"]) for body in bodies}) == 6
     await bench.finish()
+
+
+async def test_a_new_loads_sessions_do_not_wait_for_those_of_the_load_before() -> None:
+    """Found in review: each load numbers its sessions from 0, and nothing else links them."""
+    bench = Bench(MultiTurn(think_s=0.0), service_s=60.0)
+    await bench.client.load(Poisson(rate_rps=1), 0)
+    await bench.advance(5.0)
+    before = len(bench.servers[0].bodies)
+    await bench.client.load(Poisson(rate_rps=1), 1)
+    await bench.advance(5.0)
+    assert len(bench.servers[0].bodies) > before > 0
+    assert await bench.client.finish(0) > 0

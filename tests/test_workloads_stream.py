@@ -99,6 +99,15 @@ def test_the_tenants_of_a_mix_share_nothing():
     assert sum(map(len, by_tenant.values())) == 500
 
 
+@pytest.mark.parametrize("load", [OPEN, Closed(users=4)], ids=lambda load: load.text)
+def test_two_tenants_sessions_are_never_taken_for_one(load):
+    """Found in review: both counted from 0, so that one tenant's turns waited for the other's answers."""
+    found = some(Mixed(first=MultiTurn(), second=MultiTurn(), second_frac=0.5), load)
+    of = {name: {one.session for one in found if one.tenant == name} for name in ("first", "second")}
+    assert {session % 2 for session in of["first"]} == {0}
+    assert {session % 2 for session in of["second"]} == {1}
+
+
 def test_a_phase_asks_new_things_under_the_same_prefixes():
     """A cell whose load changes: templates stay warm, no prompt comes again."""
     first, second = some(Paper(), OPEN), some(Paper(), OPEN, phase=1)
@@ -150,11 +159,12 @@ def test_turns_come_in_order_and_not_before_their_user_has_thought(
         if one.session >= 0:
             by_session[one.session].append(one)
     for session, turns in by_session.items():
-        for pause_s, (earlier, later) in zip(thinks[session][1:], pairwise(turns), strict=False):
+        pauses_s = thinks[session // 2][1:]  # the first tenant's sessions have the even numbers
+        for pause_s, (earlier, later) in zip(pauses_s, pairwise(turns), strict=False):
             assert later.blocks[: len(earlier.blocks)] == earlier.blocks
             assert later.input_tokens > earlier.input_tokens
             assert later.at_s >= earlier.at_s + pause_s
-        assert len(turns) <= len(thinks[session])
+        assert len(turns) <= len(pauses_s) + 1
 
 
 def test_a_waiting_session_goes_before_a_new_one():

@@ -21,7 +21,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     input_tokens:   of the prompt; needs len(blocks) blocks of the workload's `block_tokens`
     output_tokens:  to generate
     at_s:           when it arrives, in an open loop; None in a closed one: when a user is free
-    session:        turns of one session are in order, and each waits for the last; -1 outside sessions
+    session:        turns of one session are in order, and each waits for the last; no two tenants' have one
+                    number; -1 outside sessions
     think_s:        what a session's user thinks before this turn in a closed loop, besides the load's own
                     thinking; 0 in an open one, where it is in `at_s`
     tenant:         whose it is, where a workload mixes several

@@ -79,16 +79,22 @@ class _Tenant:
     frac:   of all requests
     """
 
-    def __init__(self, name: str, frac: float, content: Single, source: Iterator[Turns]) -> None:
+    def __init__(self, name: str, frac: float, content: Single, source: Iterator[Turns], number: int) -> None:
         self.frac, self.mean_turns = frac, mean_turns(content)
-        self.source = self._named(name, source) if name else source
+        self.source = self._named(name, source, number) if name else source
         self._waiting: list[tuple[float, int, Turns]] = []
         self._order = itertools.count()
 
     @staticmethod
-    def _named(name: str, source: Iterator[Turns]) -> Iterator[Turns]:
+    def _named(name: str, source: Iterator[Turns], number: int) -> Iterator[Turns]:
+        """Yield sessions as this tenant's; of two, the first has the even numbers and the second the odd."""
         for turns in source:
-            yield tuple(msgspec.structs.replace(turn, tenant=name) for turn in turns)
+            yield tuple(
+                msgspec.structs.replace(
+                    turn, tenant=name, session=turn.session if turn.session < 0 else 2 * turn.session + number
+                )
+                for turn in turns
+            )
 
     def next(self, at_s: float) -> Request:
         """Return the turn that has waited longest by `at_s`, or a new session's first."""
@@ -111,8 +117,10 @@ def _tenants(content: Single | Mixed, seed: int, block_tokens: int, phase: int) 
     else:
         shares = [("", 1.0, content)]
     return [
-        _Tenant(name, frac, single, _sessions_of(single, _rng(seed, phase, name), blocks, block_tokens))
-        for name, frac, single in shares
+        _Tenant(
+            name, frac, single, _sessions_of(single, _rng(seed, phase, name), blocks, block_tokens), number
+        )
+        for number, (name, frac, single) in enumerate(shares)
     ]
 
 

@@ -96,6 +96,7 @@ class LiveClient:
             await self._make(requests, made, float("inf"))
             await self._end_arrivals()
             self._users.leave()
+            self._sessions = {}  # another load's have the same numbers, and nothing to do with these
             self._arrivals = asyncio.create_task(self._arrive(requests, made), name="arrivals")
 
     async def finish(self, within_s: float) -> int:
