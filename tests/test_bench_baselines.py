@@ -9,6 +9,7 @@ from dynamo_poa.bench.suites.baselines import BEST, DEFAULT, TUNING_SEEDS
 from dynamo_poa.bench.suites.cells import Cell, Fleet, Phase, Policy, Result, SlowWorker, Stall
 from dynamo_poa.errors import ConfigError
 from dynamo_poa.workloads.arrivals import Closed
+from dynamo_poa.workloads.synthetic import Trace
 
 
 def best_cell(seed: int = 1, users: int = 8, **rest: object) -> Cell:
@@ -109,6 +110,18 @@ def test_the_best_setting_of_each_workload_takes_the_place_of_its_cells_alone() 
     at_many = Policy(name="kv best", prefill_load_scale=4.0)
     assert [one.policy for one in found] == [at_few, at_few, at_many, cell().policy]
     assert [one.seed for one in found] == [1, 2, 1, 1]
+
+
+def test_a_trace_is_tuned_on_its_first_half_and_measured_on_its_second() -> None:
+    """Found in review: all seeds of a trace ask the same, so other seeds were the same requests again."""
+    second = Trace(path="t.jsonl", part="second", limit=2000)
+    (first, *_) = baselines.tuning_cells([best_cell(content=second)])
+    assert first.content == Trace(path="t.jsonl", part="first", limit=2000)
+    results = tuned(baselines.tuning_cells([best_cell(content=second)]), {"kv τ=0.3 ω=1": 0.1})
+    (found,) = baselines.settled([best_cell(content=second)], results)
+    assert (found.content, found.policy.router_temperature) == (second, 0.3)
+    with pytest.raises(ConfigError, match="part = 'all': must be 'second' with kv best"):
+        baselines.tuning_cells([best_cell(content=Trace(path="t.jsonl"))])
 
 
 def test_of_equal_settings_the_defaults_are_left_alone() -> None:

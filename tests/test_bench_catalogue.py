@@ -185,7 +185,7 @@ def test_a_trace_of_ones_own_joins_the_workloads(tmp_path: Path) -> None:
     trace = tmp_path / "mine.jsonl"
     trace.write_text('{"timestamp": 0, "input_length": 512, "output_length": 1, "hash_ids": [1]}\n')
     names = {one.content.name for one in SUITES["workloads"].cells(Options(trace=str(trace)))}
-    assert "trace mine, 2000 requests" in names
+    assert "trace mine, second half, 2000 requests" in names
     assert not any("trace" in one.content.name for one in SUITES["workloads"].cells(Options()))
 
 

@@ -3,7 +3,8 @@
 Owns: the policies by name; the settings that are tried; which of them was best, on seeds of its own.
 Does not own: what a policy does on an engine (replayed.py, live_graphs.py), which cells there are
               (catalogue.py).
-Invariant: the seeds a setting is chosen by are never those it is measured on.
+Invariant: the seeds a setting is chosen by are never those it is measured on; and as all seeds of a trace ask
+           the same, it is chosen on the trace's first half and can only be measured on the second.
 Source: router modes and parameters: host, dynamo.frontend. τ = 0.7 and ω of 1 and 0.1: the paper's policy
         table; `prefill_load_scale` 4: measured, better than 1 where prefill is the bottleneck.
 """
@@ -15,6 +16,7 @@ import msgspec
 
 from dynamo_poa.bench.suites.cells import Cell, Policy, Result
 from dynamo_poa.errors import ConfigError
+from dynamo_poa.workloads.synthetic import Trace
 
 DEFAULT = Policy(name="kv")
 # Stands for a setting that is still to be found; no engine takes it as it is. It may be the default.
@@ -81,7 +83,9 @@ def tuning_cells(cells: Iterable[Cell]) -> tuple[Cell, ...]:
     """Return the cells that find the best setting for those of `cells` that are to run with it: replays.
 
     What cannot be replayed is left out of the fleet: slow and stalled workers, further routers. So on such a
-    fleet `kv best` is what the simulator would have its operator set.
+    fleet `kv best` is what the simulator would have its operator set, and `tuned_unlike` says so.
+
+    Raises:  ConfigError when a trace would be tuned on the requests it is measured on.
     """
     found = {}
     for cell in cells:
@@ -91,6 +95,27 @@ def tuning_cells(cells: Iterable[Cell]) -> tuple[Cell, ...]:
                     tuning = msgspec.structs.replace(_asked(cell), policy=tried, seed=seed)
                     found[tuning.id] = tuning
     return tuple(found.values())
+
+
+def tuned_unlike(cells: Iterable[Cell]) -> str:
+    """Return in words how what `kv best` was found on differs from what it was measured on, if it does."""
+    best = [cell for cell in cells if cell.policy.name == BEST.name]
+    without = [
+        what
+        for what, differs in (
+            ("slow workers", any(cell.fleet.slow for cell in best)),
+            ("stalls", any(cell.fleet.stall for cell in best)),
+            ("further routers", any(cell.fleet.routers > 1 for cell in best)),
+            ("changes of load", any(cell.phases for cell in best)),
+        )
+        if differs
+    ]
+    if not any(cell.engine == "live" for cell in best):
+        return ""
+    found = f"{BEST.name}: its setting was found on Dynamo's simulator"
+    if not without:
+        return f"{found}."
+    return f"{found}, which has no {' and no '.join(without)}: there it is not the best that could be set."
 
 
 def settled(cells: Sequence[Cell], tuning: Iterable[Result]) -> tuple[Cell, ...]:
@@ -106,9 +131,11 @@ def settled(cells: Sequence[Cell], tuning: Iterable[Result]) -> tuple[Cell, ...]
     order = settings()
 
     def settle(cell: Cell) -> Cell:
+        if cell.policy != BEST:
+            return cell
         values = tried.get(_without_seed(_asked(cell)), {})
         complete = [one for one in order if len(values.get(one.name, ())) == len(TUNING_SEEDS)]
-        if cell.policy != BEST or not complete:
+        if not complete:
             return cell
         best = min(complete, key=lambda one: statistics.median(values[one.name]))
         return msgspec.structs.replace(cell, policy=msgspec.structs.replace(best, name=BEST.name))
@@ -118,6 +145,11 @@ def settled(cells: Sequence[Cell], tuning: Iterable[Result]) -> tuple[Cell, ...]
 
 def _asked(cell: Cell) -> Cell:
     """Return what tuning asks for a cell: its workload on what of its fleet can be replayed."""
+    content = cell.content
+    if isinstance(content, Trace):
+        if content.part != "second":
+            raise ConfigError([f"{content.name}: part = {content.part!r}: must be 'second' with {BEST.name}"])
+        content = msgspec.structs.replace(content, part="first")
     fleet = msgspec.structs.replace(
         cell.fleet, name=cell.fleet.topology, slow=(), stall=None, routers=1, replica_sync=False
     )
@@ -126,6 +158,7 @@ def _asked(cell: Cell) -> Cell:
         suite=cell.suite + TUNING_SUFFIX,
         engine="replay",
         fleet=fleet,
+        content=content,
         requests=cell.requests or TUNING_REQUESTS,
         warm_up_s=0.0,
         seconds=0.0,

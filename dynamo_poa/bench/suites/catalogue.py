@@ -297,7 +297,8 @@ def _workloads(name: str, options: Options) -> Iterator[Cell]:
     ]
     if options.trace:
         loads += [
-            (Trace(path=options.trace, limit=2000), TraceTimes(speedup=s, spread_s=3.0)) for s in (1.0, 2.0)
+            (Trace(path=options.trace, part="second", limit=2000), TraceTimes(speedup=s, spread_s=3.0))
+            for s in (1.0, 2.0)
         ]
     fleets = (_equal(2, 4), _equal(0, 6))
     yield from _cross(name, "replay", fleets, loads, options.seeds, requests=2000)
@@ -320,7 +321,8 @@ def _workloads_live(name: str, options: Options) -> Iterator[Cell]:
         ),
     ]
     if options.trace:
-        loads.append((Trace(path=options.trace, limit=500), TraceTimes(speedup=1.0, spread_s=3.0)))
+        trace = Trace(path=options.trace, part="second", limit=500)
+        loads.append((trace, TraceTimes(speedup=1.0, spread_s=3.0)))
     yield from _cross(name, "live", [_LIVE], loads, options.seeds, warm_up_s=3.0, seconds=10.0)
 
 
