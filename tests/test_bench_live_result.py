@@ -70,6 +70,13 @@ def test_a_closed_loops_requests_count_by_when_they_ended() -> None:
     assert (figures["requests"], figures["throughput_rps"]) == (2, 0.2)
 
 
+def test_a_closed_loops_request_that_never_ended_is_a_failure_of_the_stretch_it_was_sent_in() -> None:
+    """Who waits in vain is given up a minute later: a worker that hangs must not leave no trace."""
+    loop = [asked(11.0, open_loop=False), asked(15.0, 65.0, open_loop=False, error="no end before the run's")]
+    figures = result_of(CELL, loop, [span(10.0, 20.0)], 0).figures
+    assert (figures["requests"], figures["failed"], figures["e2e_p99_s"]) == (1, 1, 1.0)
+
+
 def test_lateness_counts_towards_an_open_loops_latency_and_voids_the_cell_beyond_the_bound() -> None:
     """Issue 5: without lag over 20 ms; the wait for a late client is not the server's, nor is it hidden."""
     on_time = result_of(CELL, [asked(11.0, late_s=0.02)], [span(10.0, 20.0)], 0)

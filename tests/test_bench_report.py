@@ -461,6 +461,37 @@ def test_the_document_keeps_what_disappoints() -> None:
     ]
 
 
+def test_the_best_settings_tables_say_what_it_was_not_found_on() -> None:
+    """A setting tuned by replay knows nothing of a slow worker: it is not the best there."""
+    best = Policy(name="kv best", router_temperature=0.3)
+
+    def measured(policy: Policy, fleet: Fleet, engine: str = "live") -> list[Result]:
+        of = (msgspec.structs.replace(cell(policy, seed=seed, fleet=fleet), engine=engine) for seed in SEEDS)
+        return [Result(cell=one, state="done", figures={"ttft_mean_s": 1.0}) for one in of]
+
+    note = "kv best: its setting was found on Dynamo's simulator, which has no slow workers: there it is not"
+    text = summary.markdown(stamp(cells=6), measured(DEFAULT, SLOW_FLEET) + measured(best, SLOW_FLEET))
+    assert text.count(note) == 2  # over everything, and group by group
+    assert "simulator." in summary.markdown(stamp(cells=6), measured(DEFAULT, FLEET) + measured(best, FLEET))
+    replayed = measured(DEFAULT, FLEET, "replay") + measured(best, FLEET, "replay")
+    assert "simulator" not in summary.markdown(stamp(cells=6), replayed)
+
+
+def test_failed_requests_are_told_wherever_latencies_are() -> None:
+    """They are in no latency: a policy that fails the slow ones would only look fast."""
+    results = [
+        flat(policy, seed, ttft_mean_s=1.0, failed=failed, requests=90.0)
+        for policy, failed in ((DEFAULT, 0.0), (OURS, 10.0))
+        for seed in SEEDS
+    ]
+    row = "| poa active | 2P/4D \\| paper \\| 8 users | 30 | 270 |"
+    assert row in summary.markdown(stamp(cells=6), results)
+    document = results_doc.markdown([contents("hetero", results)])
+    assert row in document
+    assert "- hetero: requests failed under poa active." in document
+    assert tables.failures(workloads()) is None
+
+
 def test_the_document_is_written_from_folders(tmp_path, capsys) -> None:
     """The command; a suite in two folders, or none at all, is refused with both names."""
     for folder in ("a", "b"):

@@ -5,6 +5,7 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import bench_results
+import msgspec
 import pytest
 from chromium import measured
 
@@ -107,6 +108,15 @@ def test_what_is_missing_is_drawn_as_nothing() -> None:
     )
     assert drawn == ()
     assert [plot.name for plot in maps.picks(one)] == ["picks-0"]
+
+
+def test_failed_requests_stand_with_what_is_missing() -> None:
+    """By policy and group; where all is well the page says that too."""
+    good = bench_results.workloads()
+    assert "no cell is void or failed, and no request failed" in page.page(bench_results.stamp(), good)
+    bad = msgspec.structs.replace(good[0], figures={**good[0].figures, "failed": 7.0})
+    text = page.page(bench_results.stamp(), [bad, *good[1:]])
+    assert "<td>7</td><td>1,500</td>" in text
 
 
 def test_names_cannot_break_the_page() -> None:

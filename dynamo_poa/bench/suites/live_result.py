@@ -118,9 +118,11 @@ def _figures(mine: Sequence[Asked], asked: Sequence[Asked], span: Span) -> dict[
 def _belongs(one: Asked, span: Span) -> bool:
     """Tell whether a request is a stretch's: by when it was due, or ended where nobody waits for a due time.
 
-    In an open loop the slow ones would be left out if those counted that ended in time.
+    In an open loop the slow ones would be left out if those counted that ended in time. In a closed one those
+    that fail would be, for who waits in vain is given up long after: they count by when they were sent.
     """
-    at_s = one.due_at_s if one.open_loop else one.ended_at_s
+    of_closed_s = one.ended_at_s if one.result.ok else one.sent_at_s
+    at_s = one.due_at_s if one.open_loop else of_closed_s
     return span.first.at_s <= at_s < span.last.at_s
 
 

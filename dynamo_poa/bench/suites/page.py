@@ -81,12 +81,12 @@ def page(stamp: Stamp, results: Sequence[Result]) -> str:
     """Return the page."""
     results = arranged.measured(results)
     drawn = tuple(all_plots(results))
-    problems = tables.problems(results)
+    lost = (tables.problems(results), tables.failures(results))
     sections = [
         ("policies", "Policies", _policies(results)),
         ("plots", "Plots", "".join(map(_figure, drawn)) or "<p>No cells with data to draw.</p>"),
         ("groups", "Group by group", _groups(results)),
-        ("missing", "Void and failed cells", _problems(problems)),
+        ("missing", "What is missing", _lost([table for table in lost if table is not None])),
         (
             "stamp",
             "Build stamp",
@@ -147,10 +147,10 @@ def _groups(results: Sequence[Result]) -> str:
     )
 
 
-def _problems(table: Table | None) -> str:
-    if table is None:
-        return "<p>None.</p>"
-    return f'<div class="problems">{_table(table, titled=False)}</div>'
+def _lost(found: Sequence[Table]) -> str:
+    if not found:
+        return "<p>Nothing: no cell is void or failed, and no request failed.</p>"
+    return f'<div class="problems">{"".join(map(_table, found))}</div>'
 
 
 def _figure(plot: Plot) -> str:

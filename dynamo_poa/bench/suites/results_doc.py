@@ -76,14 +76,13 @@ def _commands(suites: Sequence[Contents]) -> str:
 
 def _commanded(table: Table, level: int, text: str) -> str:
     """Return a table with the command that reproduces it under its title."""
-    title, _, rest = of_table(
-        table, level, most=MOST_PROBLEMS if table.title == PROBLEMS else None
-    ).partition("\n")
+    most = MOST_PROBLEMS if table.title in LOST else None
+    title, _, rest = of_table(table, level, most=most).partition("\n")
     return f"{title}\n\nReproduce: `{text}`\n{rest}" if text else f"{title}\n{rest}"
 
 
 _WORD = r"('[^']*'|\S+)"  # of a shell
-PROBLEMS = "Void and failed cells"
+LOST = ("Void and failed cells", "Failed requests")  # can be very long
 
 
 def _beside_the_paper(suites: Sequence[Contents]) -> Table:
@@ -133,6 +132,9 @@ def _disappointing(suites: Sequence[Contents]) -> Iterator[str]:
         name, results = title(contents), contents.results
         for line in _not_better(results):
             yield f"- {name}: {line}"
+        if (failures := tables.failures(results)) is not None:
+            policies = ", ".join(dict.fromkeys(row[0].main for row in failures.rows))
+            yield f"- {name}: requests failed under {policies}."
         lost = [result for result in results if result.state != "done"]
         if lost:
             void = sum(result.state == "void" for result in lost)
@@ -162,8 +164,7 @@ def _suite(contents: Contents) -> Iterator[str]:
     yield f"{tables.counted(contents.stamp, results)}. " + " ".join(verdicts(results))
     shown = [*tables.headlines(results), *(table for table in tables.groups(results) if table.leading)]
     shown += [*tables.split_tables(results), *tables.absolutes(results)]
-    if (problems := tables.problems(results)) is not None:
-        shown.append(problems)
+    shown += [lost for lost in (tables.failures(results), tables.problems(results)) if lost is not None]
     for table in shown:
         yield _commanded(table, 3, text)
 

@@ -24,8 +24,9 @@ def markdown(stamp: Stamp, results: Sequence[Result]) -> str:
     parts += [of_table(table, 2) for table in tables.groups(results) if table.leading]
     parts += [of_table(table, 2) for table in tables.split_tables(results)]
     parts += [of_table(table, 2) for table in tables.absolutes(results)]
-    if (problems := tables.problems(results)) is not None:
-        parts.append(of_table(problems, 2, most=MOST_PROBLEMS))
+    for lost in (tables.failures(results), tables.problems(results)):
+        if lost is not None:
+            parts.append(of_table(lost, 2, most=MOST_PROBLEMS))
     parts.append(of_table(tables.stamp_table(stamp), 2))
     return "\n\n".join(parts) + "\n"
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from dynamo_poa.bench.suites import arranged
+from dynamo_poa.bench.suites import arranged, baselines
 from dynamo_poa.bench.suites.cells import Result, Stamp
 from dynamo_poa.bench.suites.paired import Comparison, Interval, typical
 from dynamo_poa.bench.suites.standing import COMPARED, LEADING, by_group, cached, percent, standings
@@ -107,8 +107,14 @@ def headlines(results: Sequence[Result]) -> Iterator[Table]:
         columns=("policy", *(COMPARED[key] for key in keys), "cached", "groups by mean TTFT"),
         rows=tuple(rows),
         note="Change of the median over pairs with the same fleet, workload, load and seed, with its 95 % "
-        "interval. Lower is better but for throughput. A group is one fleet, workload and load.",
+        "interval. Lower is better but for throughput. A group is one fleet, workload and load."
+        + _of_best(results),
     )
+
+
+def _of_best(results: Sequence[Result]) -> str:
+    said = baselines.tuned_unlike(result.cell for result in arranged.done(results))
+    return f" {said}" * bool(said)
 
 
 def _named(phase: str, name: str) -> Text:
@@ -142,6 +148,7 @@ def groups(results: Sequence[Result]) -> Iterator[Table]:
             title=f"{COMPARED[figure]} against {default}, group by group",
             columns=columns,
             rows=tuple(rows),
+            note=_of_best(results).strip(),
             leading=figure == LEADING,
         )
 
@@ -220,6 +227,31 @@ def problems(results: Sequence[Result]) -> Table | None:
         note="Void: the processors were what limited, so the figures say nothing of routing. Failed: there "
         "are none. Neither is in any table or plot above.",
     )
+
+
+def failures(results: Sequence[Result]) -> Table | None:
+    """Return how many requests failed by policy and group, where any did; None where none did."""
+    by = arranged.grouped(arranged.done(results), lambda result: (result.cell.policy.name, result.cell.group))
+    counts = {key: (_summed(cells, "failed"), _summed(cells, "requests")) for key, cells in by.items()}
+    rows = tuple(
+        (Text(policy), Text(group), Text(f"{failed:,.0f}"), Text(f"{answered:,.0f}"))
+        for (policy, group), (failed, answered) in counts.items()
+        if failed
+    )
+    if not rows:
+        return None
+    return Table(
+        title="Failed requests",
+        columns=("policy", "fleet | workload | load", "failed", "answered"),
+        rows=rows,
+        note="Over all seeds. A request that failed is in no latency, so a policy that fails the slow ones "
+        "looks fast: compare it with care.",
+    )
+
+
+def _summed(results: Sequence[Result], figure: str) -> float:
+    """Return a count over all seeds and phases."""
+    return sum(value for r in results for key, value in r.figures.items() if key.rpartition(".")[2] == figure)
 
 
 def _seed_and_reason(result: Result) -> tuple[Text, Text]:
