@@ -99,7 +99,7 @@ class WorkerUnreachable(PoaError):
 
 
 class AnswerFailed(PoaError):
-    """Try once more: the worker is well, but its engine reported an error instead of a first token."""
+    """Try once more: the worker is well, but could not begin, as its engine or its card says."""
 
     def __init__(self, worker_id: int, detail: str) -> None:
         self.worker_id, self.detail = worker_id, detail

@@ -3,7 +3,8 @@
 Owns: the meeting of both legs, by request id, in this process or over the bus.
 Does not own: choosing the workers (router.py).
 Invariant: a waiting decode leg is always woken: by an address, by the prefill leg's failure, or by the
-           caller's time limit; notes nobody comes for are bounded, the oldest go first.
+           caller's time limit; notes nobody comes for are bounded, the oldest go first. A note that was
+           replaced is not sent any more: whoever heard it last would go back to it.
 Source: measured: with bootstrap hand-over both legs run at once, arrive up to 10 ms apart in either
         order, and may reach different router replicas; `context.id()` is the same on both.
 """
@@ -161,8 +162,10 @@ class Handovers:
         meeting = self._meetings.get(request_id)
         if meeting is None:
             meeting = self._meetings[request_id] = _Meeting()
-            while len(self._meetings) > KEEP:
-                self._meetings.popitem(last=False)
+            for _ in range(len(self._meetings) - KEEP):
+                oldest_id, oldest = self._meetings.popitem(last=False)
+                if oldest.waiters:  # it would never be woken: its turn comes again
+                    self._meetings[oldest_id] = oldest
         return meeting
 
 
@@ -235,7 +238,8 @@ class HandoverChannel:
             self._prune()
             try:
                 for _, note in list(self._recent.values()):
-                    await self._bus.publish(self._own, msgspec.msgpack.encode(note))
+                    if not self._replaced(note):
+                        await self._bus.publish(self._own, msgspec.msgpack.encode(note))
             except BusError:
                 return  # the next connect begins anew
 
@@ -243,7 +247,7 @@ class HandoverChannel:
         """Publish; while the bus is away try again for as long as a decode leg may wait."""
         data = msgspec.msgpack.encode(note)
         until_s = self._clock.monotonic_s() + RESEND_S
-        while True:
+        while not self._replaced(note):
             try:
                 return await self._bus.publish(self._own, data)
             except BusError as error:
@@ -251,3 +255,9 @@ class HandoverChannel:
                     log.warning("poa.handover.unsent", request_id=note.request_id, error=str(error))
                     return None
             await self._clock.sleep(RESEND_PAUSE_S)
+        return None
+
+    def _replaced(self, note: Handover) -> bool:
+        """Tell whether a later note for the same request has come."""
+        last = self._recent.get(note.request_id)
+        return last is not None and last[1] is not note

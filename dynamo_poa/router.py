@@ -13,7 +13,6 @@ Source: contract: the relay path must be able to use the same choosing, booking 
 import asyncio
 import contextlib
 import functools
-import itertools
 import sys
 import uuid
 from collections import Counter
@@ -43,7 +42,8 @@ from dynamo_poa.wire import Chosen, DecisionEvent, Ended, FirstToken, Handover
 log = structlog.get_logger(__name__)
 
 ATTEMPTS = 2  # the first and one retry
-PICKS = 32  # draws among all workers until one comes up that is not avoided
+MOST_ATTEMPTS = 8  # following the prefill leg included: two requests under one id could go on for ever
+PICKS = 32  # draws among all workers until one comes up that is well and new, and again for second best
 HANDOVER_TIMEOUT_S = 10.0  # a decode leg waits so long for the address of its prefill worker
 # A decode engine may notice the end of its prefill worker before the prefill leg does, which then moves or
 # fails; after so long it has not noticed, and there is nothing to notice.
@@ -284,7 +284,7 @@ class Leg:
         that still clears up after it takes the second for the first. Source: measured, mock engine.
         """
         failures = 0
-        for attempt in itertools.count(1):
+        for attempt in range(1, MOST_ATTEMPTS + 1):
             worker = await trip.choose(attempt)
             try:
                 if trip.handover is not None and self._role is Role.PREFILL:
@@ -296,12 +296,14 @@ class Leg:
                 trip.release()
                 if context.is_stopped():
                     raise  # the stream ended because its client has gone: nothing is wrong with the worker
-                unreachable = isinstance(failed, WorkerUnreachable)
+                unreachable, moved = isinstance(failed, WorkerUnreachable), isinstance(failed, _Moved)
                 trip.tried.add(failed.worker_id)
                 if unreachable:
                     self._avoid.add(failed.worker_id)
-                failures += not isinstance(failed, _Moved)
-                if failures == ATTEMPTS or not (unreachable or trip.fresh()):
+                failures += not moved
+                if failures == ATTEMPTS or attempt == MOST_ATTEMPTS:
+                    raise
+                if not (unreachable or moved or trip.fresh()):
                     raise
                 self._stats.retries[self._role] += 1
                 log.warning(
@@ -317,8 +319,8 @@ class Leg:
         assert trip.handover is not None
         until_s = self._clock.monotonic_s() + CARD_S
         while (card := self._bootstrap_card(worker.worker_id)) is None:
-            if self._clock.monotonic_s() >= until_s:
-                raise WorkerUnreachable(worker.worker_id, "its card gives no bootstrap address")
+            if self._clock.monotonic_s() >= until_s:  # not to be avoided: it is drawn around until it has one
+                raise AnswerFailed(worker.worker_id, "its card gives no bootstrap address")
             await self._clock.sleep(CARD_POLL_S)
             self._directory.refresh()
         assert card.bootstrap_host is not None
@@ -444,22 +446,26 @@ class _Trip:
     async def _book(self, token_ids: list[int], override: dict[str, Any]) -> tuple[Booked, int]:
         """Book; where Dynamo picks a worker to be avoided, draw among all until another comes up.
 
-        KvRouter knows no exclusion, and a dead worker looks idlest to it, so the draw is uniform.
+        KvRouter knows no exclusion, and a dead worker looks idlest to it, so the draw is uniform. Second best
+        is one that was tried in vain but is well, then one to be avoided that was not tried: it may be back.
 
         Returns:  the booking and how many picks it took.
         """
-        leg = self._leg
-        for pick in range(1, PICKS + 1):
+        leg, some_well = self._leg, False
+        for pick in range(1, 2 * PICKS + 1):
             # not the request's id: KvRouter refuses one it has, and a second request may carry the same
             self._booking = uuid.uuid4().hex
             booked = await leg._pool.book(token_ids, override, self._booking)
             worker_id = booked.worker.worker_id
-            if worker_id not in self.tried and leg.usable(worker_id, handover=self.handover is not None):
-                return booked, pick
-            if pick < PICKS:
+            untried = worker_id not in self.tried
+            well = leg.usable(worker_id, handover=self.handover is not None)
+            some_well = some_well or well
+            if (well and untried) or (pick > PICKS and (well if some_well else untried)):
+                break
+            if pick < 2 * PICKS:  # the last one stays: better a refused connection than no answer
                 self.release()
                 override = {**override, "router_temperature": MAX_ROUTER_TEMPERATURE}
-        return booked, PICKS  # all are avoided: better a refused connection than no answer
+        return booked, pick
 
     def first_token(self) -> None:
         """Note that the first chunk came."""

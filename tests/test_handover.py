@@ -119,6 +119,37 @@ async def test_notes_nobody_comes_for_are_bounded() -> None:
     assert len(handovers) == KEEP
 
 
+async def test_a_leg_that_waits_is_woken_however_many_notes_came_meanwhile() -> None:
+    """At 2,000 requests a second others' notes fill the table in the 10 s a decode leg may wait."""
+    handovers = Handovers()
+    waiting = asyncio.ensure_future(handovers.wait("r"))
+    await asyncio.sleep(0)
+    for number in range(2 * KEEP):
+        handovers.accept(note(str(number)))
+    handovers.accept(note("r"))
+    assert await asyncio.wait_for(waiting, 1.0) == (note("r"), 1)
+    handovers.accept(note("last"))
+    assert len(handovers) == KEEP
+
+
+def test_a_note_is_read_by_routers_of_the_release_before_and_theirs_by_us() -> None:
+    """Replicas are replaced one by one: `attempt` came later, a note without one is of the first."""
+
+    class Before(msgspec.Struct, array_like=True):
+        version: int
+        request_id: str
+        worker_id: int
+        dp_rank: int
+        bootstrap_host: str
+        bootstrap_port: int
+        refused: bool
+
+    before = Before(1, "r", 1, 0, "127.0.0.1", 7001, False)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(before), type=Handover) == note()
+    ours = msgspec.msgpack.encode(msgspec.structs.replace(note(), attempt=2))
+    assert msgspec.msgpack.decode(ours, type=Before) == before
+
+
 class Wire:
     """Two routers' view of one bus."""
 
@@ -178,6 +209,44 @@ async def test_a_note_is_sent_again_when_the_bus_is_back() -> None:
     wire.up = True
     await clock.advance(0.1)
     assert await second.wait("r") == (note(), 1)
+
+
+async def test_a_note_that_was_replaced_while_the_bus_was_away_is_not_sent_any_more() -> None:
+    """Heard after its successor it would send the decode leg back to a worker that has died."""
+    wire, clock = Wire(), ManualClock()
+    first = HandoverChannel(wire, "poa", "router-0", clock).table()
+    second = HandoverChannel(wire, "poa", "router-1", clock).table()
+    wire.up = False
+    first.announce(note())
+    await clock.advance(0.05)
+    first.announce(note(worker_id=2, port=7002))
+    await clock.advance(0.04)
+    wire.up = True
+    await clock.advance(1.0)
+    assert await second.wait("r") == (note(worker_id=2, port=7002), 1)
+
+
+async def test_a_note_that_is_replaced_during_a_repeat_is_not_repeated() -> None:
+    """The same, of the notes that are sent again after a reconnect."""
+    wire, clock = Wire(), ManualClock()
+    first = HandoverChannel(wire, "poa", "router-0", clock).table()
+    second = HandoverChannel(wire, "poa", "router-1", clock).table()
+    first.announce(note("other"))
+    first.announce(note("r"))
+    await clock.advance(0.0)
+    publish = wire.publish
+
+    async def slow(subject: str, data: bytes) -> None:
+        await publish(subject, data)
+        if msgspec.msgpack.decode(data, type=Handover).request_id == "other":
+            wire.publish = publish  # type: ignore[method-assign]
+            first.announce(note("r", worker_id=2, port=7002))
+            await clock.sleep(0.1)
+
+    wire.publish = slow  # type: ignore[method-assign]
+    wire.connected[0]()
+    await clock.advance(1.0)
+    assert await second.wait("r") == (note("r", worker_id=2, port=7002), 2)
 
 
 async def test_notes_that_nobody_heard_are_repeated_after_a_reconnect() -> None:

@@ -4,6 +4,7 @@ import asyncio
 import threading
 from typing import Any
 
+import msgspec
 import pytest
 from fakes import A, B, EventList, FakeContext, FakeDirectory, FakePool, prefill_card
 from structlog.testing import capture_logs
@@ -139,6 +140,39 @@ async def test_an_avoided_worker_is_drawn_around_uniformly() -> None:
     assert bench.pool.overrides[0]["router_temperature"] == 0.0
     assert {o["router_temperature"] for o in bench.pool.overrides[1:]} == {MAX_ROUTER_TEMPERATURE}
     assert [worker for worker, _ in bench.pool.sent] == [B]
+    assert bench.pool.open_bookings() == []
+
+
+@pytest.mark.parametrize(("dead", "alive"), [(A, B), (B, A)])
+async def test_where_all_are_avoided_the_retry_goes_to_the_one_not_tried(dead: int, alive: int) -> None:
+    """One that was avoided for a moment's trouble is well again; the one just tried is not."""
+    bench = Bench()
+    bench.avoid.add(A)
+    bench.avoid.add(B)
+    bench.pool.unreachable = {dead}
+    for request_id in ("r1", "r2"):
+        assert len([chunk async for chunk in bench.generate(request_id)]) == 4
+        assert bench.pool.sent[-1][0] == alive
+    assert len(bench.pool.sent) <= 4
+    assert bench.pool.open_bookings() == []
+
+
+async def test_a_worker_that_is_well_is_tried_again_rather_than_a_dead_one() -> None:
+    """The decode leg's worker has died, and the only other prefill worker before it."""
+    bench, asked = Bench(Role.PREFILL, Handovers()), list[int]()
+    bench.avoid.add(B)
+    original = bench.pool.send
+
+    async def fail_once(request: Any, worker: Any, context: Any) -> Any:
+        asked.append(worker.worker_id)
+        if len(asked) == 1:
+            raise AnswerFailed(worker.worker_id, "handoff peer has gone")
+        return await original(request, worker, context)
+
+    bench.pool.send = fail_once  # type: ignore[method-assign]
+    async for _ in bench.generate(bootstrap_info={**BOOTSTRAP}):
+        pass
+    assert asked == [A, A]
     assert bench.pool.open_bookings() == []
 
 
@@ -518,6 +552,49 @@ async def test_a_decode_engine_that_fails_while_its_prefill_leg_stays_is_tried_a
         assert decode.pool.open_bookings() == []
 
 
+async def test_a_decode_leg_follows_its_prefill_leg_however_late_that_moves() -> None:
+    """Its prefill worker is killed after the request has waited there for longer than a leg may."""
+    handovers = Handovers()
+    decode = Bench(Role.DECODE, handovers)
+    waits = asyncio.Event()
+
+    async def rendezvous() -> None:
+        if decode.pool.sent[-1][1]["bootstrap_info"]["bootstrap_port"] == 7001:
+            waits.set()
+            await asyncio.Event().wait()
+
+    decode.pool.before_first = rendezvous
+    handovers.announce(NOTE)
+    stream = decode.generate(bootstrap_info={**BOOTSTRAP})
+    first = asyncio.ensure_future(anext(stream))
+    await waits.wait()
+    await decode.clock.advance(11.0)
+    handovers.announce(msgspec.structs.replace(NOTE, worker_id=B, bootstrap_port=7002, attempt=2))
+    assert (await first)["token_ids"] == [1000]
+    assert [worker for worker, _ in decode.pool.sent] == [A, B]
+    async for _ in stream:
+        pass
+    assert (decode.outcome(), decode.pool.open_bookings()) == (Outcome.OK, [])
+
+
+async def test_a_decode_leg_does_not_follow_for_ever() -> None:
+    """Prefill legs of two requests under one id would move it to and fro for as long as they come."""
+    handovers = Handovers()
+    decode = Bench(Role.DECODE, handovers)
+
+    async def moves_again() -> None:
+        port = 7001 + len(decode.pool.sent)
+        handovers.announce(msgspec.structs.replace(NOTE, bootstrap_port=port))
+        await asyncio.Event().wait()
+
+    decode.pool.before_first = moves_again
+    handovers.announce(NOTE)
+    with pytest.raises(AnswerFailed, match="its prefill leg has moved"):
+        await asyncio.wait_for(anext(decode.generate(bootstrap_info={**BOOTSTRAP})), 5.0)
+    assert len(decode.pool.sent) == 8
+    assert decode.pool.open_bookings() == []
+
+
 async def test_without_hand_over_an_engines_error_is_the_clients() -> None:
     """It is the request's own, mostly: another engine would say the same."""
     bench = Bench()
@@ -600,6 +677,20 @@ async def test_the_only_prefill_worker_is_waited_for_until_its_card_can_be_read(
     await bench.clock.advance(0.1)
     await asked
     assert [request["bootstrap_info"]["bootstrap_port"] for _, request in bench.pool.sent] == [7009]
+
+
+async def test_a_prefill_worker_whose_card_never_comes_fails_its_request_and_keeps_its_good_name() -> None:
+    """With its card it can be used at once; avoided, it would be left alone beside a dead one for 15 s."""
+    bench = Bench(Role.PREFILL, Handovers())
+    bench.pool.workers = [A]
+    del bench.directory._cards[A]
+    asked = asyncio.ensure_future(anext(bench.generate(bootstrap_info={**BOOTSTRAP})))
+    await bench.clock.advance(1.9)
+    assert not asked.done()
+    await bench.clock.advance(2.5)
+    with pytest.raises(AnswerFailed, match="its card gives no bootstrap address"):
+        await asked
+    assert (bench.pool.sent, A in bench.avoid, bench.pool.open_bookings()) == ([], False, [])
 
 
 async def test_candidates_are_recorded_so_many_times_a_second() -> None:
