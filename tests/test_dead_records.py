@@ -97,6 +97,46 @@ async def test_a_record_that_is_not_understood_is_left_alone(tmp_path: Path, rec
     assert left(tmp_path) == 3
 
 
+async def test_a_dead_record_that_names_no_instance_takes_nothing_with_it(tmp_path: Path) -> None:
+    """Others name none either: cards and sources of another version."""
+    for key, number in (("1", {}), ("2", {"instance_id": [7]})):
+        write(tmp_path, "instances", key, {**number, "transport": {"tcp": f"127.0.0.1:{DEAD}/7/generate"}})
+    write(tmp_path, "mdc", "1", {"card_json": {}})
+    write(tmp_path, "event_sources", "1", {"metadata": {}})
+    removed = await remove_dead_records(tmp_path, lambda host, port: True)
+    assert removed == ("v1/instances/1", "v1/instances/2")
+    assert left(tmp_path) == 2
+
+
+async def test_an_instance_that_is_also_served_in_a_way_not_understood_keeps_its_card(tmp_path: Path) -> None:
+    """On any doubt it lives."""
+    gone = instance(tmp_path, "backend", 7, DEAD)
+    write(tmp_path, "instances", "other", {"instance_id": 7, "transport": {"nats": "subject"}})
+    card(tmp_path, "backend", 7)
+    assert await remove_dead_records(tmp_path, lambda host, port: True) == (gone,)
+    assert left(tmp_path) == 2
+
+
+async def test_a_record_that_is_written_anew_meanwhile_stays(tmp_path: Path) -> None:
+    """A router that leaves the relay puts its own address back, and only then closes the other."""
+    instance(tmp_path, "backend", 7, DEAD)
+    instance(tmp_path, "backend", 8, DEAD)
+
+    def refused(host: str, port: int) -> bool:
+        instance(tmp_path, "backend", 7, LIVE)
+        return port == DEAD
+
+    removed = await remove_dead_records(tmp_path, refused)
+    assert removed == ("v1/instances/poa-workers/backend/generate/8",)
+
+
+async def test_a_folder_that_cannot_be_read_ends_nothing(tmp_path: Path) -> None:
+    """An exception here would end the graph."""
+    (tmp_path / "v1").mkdir()
+    (tmp_path / "v1" / "instances").write_text("no folder")
+    assert await remove_dead_records(tmp_path) == ()
+
+
 async def test_files_that_are_not_ready_and_folders_that_are_not_there_are_no_matter(tmp_path: Path) -> None:
     """Dynamo writes a record under `.tmp_*` and renames it."""
     assert await remove_dead_records(tmp_path, lambda host, port: True) == ()
@@ -113,6 +153,8 @@ def test_only_a_listener_that_refuses_is_dead() -> None:
         listener.bind(("127.0.0.1", 0))
         host, port = listener.getsockname()
         assert refuses(host, port)  # bound, and nobody listens
+        assert not refuses("0.0.0.0", port)  # no address of one process's
+        assert not refuses("localhost", port)  # a name
         listener.listen(0)
         assert not refuses(host, port)
     assert refuses(host, port)

@@ -113,13 +113,14 @@ class Chaos:
         spec = next(p for p in self._running.plan.processes if p.name == name)
         if pid is None or spec.stage is not Stage.WORKERS or not isinstance(folder, Path):
             return set()
-        found = set()
-        with contextlib.suppress(FileNotFoundError):  # the process, or a record, has gone meanwhile
+        found = set[int]()
+        with contextlib.suppress(FileNotFoundError):  # the process has gone meanwhile
             ports = listening_ports(pid)
             for entry in (folder / "v1" / "instances").iterdir():
                 if entry.name.startswith("."):
                     continue  # not ready
-                record = json.loads(entry.read_bytes())
-                if Address.parse(record["transport"]["tcp"]).port in ports:
-                    found.add(int(record["instance_id"]))
+                with contextlib.suppress(FileNotFoundError):  # a record has: another process's, mostly
+                    record = json.loads(entry.read_bytes())
+                    if Address.parse(record["transport"]["tcp"]).port in ports:
+                        found.add(int(record["instance_id"]))
         return found

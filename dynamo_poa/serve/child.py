@@ -85,8 +85,8 @@ class Child:
             status = await self._run_once()
             if self._stopping:
                 return
-            await self._ended(self.spec)
             up_s = self._clock.monotonic_s() - started_at_s
+            await self._ended(self.spec)
             if not self.ready:
                 early_crashes += 1
                 if early_crashes > EARLY_CRASHES:
