@@ -9,10 +9,11 @@ import pytest
 from dynamo_poa.bench.suites import baselines, profiles, replayed
 from dynamo_poa.bench.suites.catalogue import SUITES, Options, chosen, estimated_s, suite
 from dynamo_poa.bench.suites.cells import Cell
+from dynamo_poa.bench.suites.live import first_phase
 from dynamo_poa.bench.suites.live_graphs import plan_of
 from dynamo_poa.errors import ConfigError
 from dynamo_poa.workloads.arrivals import Closed
-from dynamo_poa.workloads.stream import requests
+from dynamo_poa.workloads.stream import MAX_PHASE, requests
 
 ALL = tuple(SUITES)
 
@@ -122,6 +123,18 @@ def test_a_stalling_worker_is_measured_over_whole_periods(cells: dict[str, tuple
     """Else the share of the time it stands still would be chance."""
     stalling = [one for one in cells["hetero"] if one.fleet.stall is not None]
     assert {one.seconds for one in stalling} == {6.0}
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_seeds_loads_ask_nothing_that_another_has_asked_on_graphs_that_live_on(
+    cells: dict[str, tuple[Cell, ...]], name: str
+) -> None:
+    """Found in review: numbered as they came, they were others after a resume, and pairs were none."""
+    live = [one for one in cells[name] if one.engine == "live"]
+    courses = {(one.fleet, one.content, one.load, one.phases) for one in live}
+    numbers = {(one.fleet, first_phase(one)) for one in live}
+    assert len(numbers) == len(courses)
+    assert all(first_phase(one) + len(one.phases) <= MAX_PHASE for one in live)
 
 
 @pytest.mark.parametrize(("name", "minutes"), [("paper-4", 5), ("splits-8", 3), ("hetero", 40), ("smoke", 3)])

@@ -258,8 +258,8 @@ def test_a_traces_blocks_are_the_files():
             ["load = 'trace x 1': must have a trace as content, not 'paper'"],
         ),
         (
-            lambda: requests(Paper(), OPEN, -1, 16, 1023),
-            ["seed = -1: must be in [0, 1048575]", "phase = 1023: must be in [0, 1022]"],
+            lambda: requests(Paper(), OPEN, -1, 16, 65535),
+            ["seed = -1: must be in [0, 1048575]", "phase = 65535: must be in [0, 65534]"],
         ),
         (lambda: sessions(Paper(), 2**20, 16), ["seed = 1048576: must be in [0, 1048575]"]),
         (

@@ -168,10 +168,14 @@ def test_every_prompt_has_the_blocks_its_tokens_need_and_comes_again_with_the_se
 
 
 def test_more_shared_blocks_than_a_seed_has_ids_for_are_refused():
-    """Otherwise prefixes and unique blocks would meet: 8192 prefixes of a million one-token blocks."""
-    content = Zipf(prefixes=8192, input_tokens=1_000_000, shared_frac=1)
-    with pytest.raises(ConfigError, match=r"must be 2\*\*32 blocks or fewer together"):
+    """Otherwise prefixes and unique blocks would meet: 128 prefixes of a million one-token blocks."""
+    content = Zipf(prefixes=128, input_tokens=1_000_000, shared_frac=1)
+    with pytest.raises(ConfigError, match=r"must be 2\*\*26 blocks or fewer together"):
         sessions(content, random.Random(1), Blocks(1, 0), 1)
+    blocks = Blocks(1, 0)
+    assert blocks.own(2**26)[-1] == Blocks(1, 1).own(1)[0] - 1
+    with pytest.raises(ConfigError, match="of their own or fewer together"):
+        blocks.own(1)
 
 
 @pytest.mark.parametrize(

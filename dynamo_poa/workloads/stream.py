@@ -21,7 +21,7 @@ from dynamo_poa.workloads.request import Request
 from dynamo_poa.workloads.synthetic import Blocks, Content, Mixed, Single, Trace, Turns, mean_turns
 from dynamo_poa.workloads.synthetic import sessions as _sessions_of
 
-MAX_SEED, MAX_PHASE = 2**20 - 1, 2**10 - 2
+MAX_SEED, MAX_PHASE = 2**20 - 1, 2**16 - 2
 
 
 def block_tokens_of(content: Content, block_tokens: int) -> int:

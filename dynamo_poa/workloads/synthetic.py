@@ -136,14 +136,17 @@ Content = Single | Mixed | Trace
 class Blocks:
     """Hands out ids of blocks that nobody else has.
 
+        id = seed * 2**42 + region * 2**26 + number        region: 0 for shared prefixes, else phase + 1
+
     Args:     seed: in [0, 2**20).
-              phase: in [0, 2**10 - 1); a seed's shared prefixes are the same in all phases, nothing else is.
+              phase: in [0, 2**16 - 1); a seed's shared prefixes are the same in all phases, nothing else is.
     """
 
     def __init__(self, seed: int, phase: int) -> None:
         self._shared = seed << 42
-        self._past_shared = self._shared + (1 << 32)
-        self._own = (seed << 42) + ((phase + 1) << 32)
+        self._past_shared = self._shared + (1 << 26)
+        self._own = (seed << 42) + ((phase + 1) << 26)
+        self._past_own = self._own + (1 << 26)
 
     def shared(self, count: int) -> range:
         """Return the ids of blocks that all phases know.
@@ -151,13 +154,18 @@ class Blocks:
         Raises:  ConfigError when a seed's ids for them are used up.
         """
         if self._shared + count > self._past_shared:
-            raise ConfigError([f"shared prefixes of {count} blocks: must be 2**32 blocks or fewer together"])
+            raise ConfigError([f"shared prefixes of {count} blocks: must be 2**26 blocks or fewer together"])
         first = self._shared
         self._shared += count
         return range(first, first + count)
 
     def own(self, count: int) -> range:
-        """Return ids of blocks that occur in this phase only."""
+        """Return ids of blocks that occur in this phase only.
+
+        Raises:  ConfigError when the phase's are used up.
+        """
+        if self._own + count > self._past_own:
+            raise ConfigError(["requests: must have 2**26 blocks of their own or fewer together"])
         first = self._own
         self._own += count
         return range(first, first + count)

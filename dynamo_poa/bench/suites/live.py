@@ -31,8 +31,7 @@ from dynamo_poa.clock import Clock, SystemClock
 from dynamo_poa.config import CommonConfig
 from dynamo_poa.errors import BusError, ConfigError, StartError
 from dynamo_poa.serve.supervisor import Running, serve_graph
-from dynamo_poa.workloads.arrivals import Load
-from dynamo_poa.workloads.synthetic import Content
+from dynamo_poa.workloads import stream
 
 POA_WINDOW_S = 20.0
 REQUEST_TIMEOUT_S = 300.0
@@ -41,6 +40,7 @@ SETTLE_S = 0.5  # after the last answer: bookings and events of it are over
 START_AT_ONCE = 3  # graphs: their imports are what takes the time, and a frontend may not take 30 s
 FIRST_TICK_S = 10.0
 MOST_PHASES = 16  # of a cell: what a stream's phases are numbered by
+_ANY = Policy(name="")
 
 
 class Block:
@@ -64,7 +64,6 @@ class Block:
         self._clock: Clock = clock or SystemClock()
         self._running: dict[str, Running] = {}
         self._stacks: list[AsyncExitStack] = []
-        self._loads: dict[tuple[Content, int], list[tuple[Load, tuple[Phase, ...]]]] = {}
         if fleet.stall:
             stalls.check(fleet.stall)
 
@@ -142,7 +141,7 @@ class Block:
             if stall := cell.fleet.stall:
                 child = running.process(process_of(running.plan, stall.role, stall.number))
                 await stack.enter_async_context(stalls.stalling(stall, lambda: child.pid, self._clock))
-            course = _Course(cell, self._slot(cell), running, [*self._running.values()], watch, self._clock)
+            course = _Course(cell, running, [*self._running.values()], watch, self._clock)
             client = self._client(cell, running, asked)
             spans, given_up = await course.drive(client)
             picks = picks_of(asked, spans, watch.chosen if plugin else None, names)
@@ -154,18 +153,6 @@ class Block:
         unended = f"{given_up} requests had no end after {DRAIN_S:g} s" if given_up else ""
         reason = "; ".join(filter(None, (result.reason, unended)))
         return msgspec.structs.replace(result, reason=reason, picks=picks, series=tuple(watch.points))
-
-    def _slot(self, cell: Cell) -> int:
-        """Return a number for a cell's load among those of its content and seed, the same for all policies.
-
-        The same seed asks the same under every load: on graphs that live on, a second load's prompts would
-        be in the caches already.
-        """
-        loads = self._loads.setdefault((cell.content, cell.seed), [])
-        course = (cell.load, cell.phases)
-        if course not in loads:
-            loads.append(course)
-        return loads.index(course)
 
     def _client(self, cell: Cell, running: Running, asked: list[Asked]) -> LiveClient:
         common = running.plan.sections["Common"]
@@ -199,14 +186,13 @@ class _Course:
     def __init__(
         self,
         cell: Cell,
-        slot: int,
         running: Running,
         all_running: list[Running],
         watch: Watch,
         clock: Clock,
     ) -> None:
         self._cell, self._running, self._watch, self._clock = cell, running, watch, clock
-        self._first_phase = slot * MOST_PHASES
+        self._first_phase = first_phase(cell)
         self._idle = [other for other in all_running if other is not running]
 
     async def drive(self, client: LiveClient) -> tuple[list[Span], int]:
@@ -225,7 +211,7 @@ class _Course:
                 first = self._read(client)
                 await self._until(client, phase.seconds)
                 spans.append(Span(phase.name, first, self._read(client), self._watch.latest))
-            self._watch.end_choices()
+            self._watch.end()
         finally:
             given_up = await client.finish(DRAIN_S if len(spans) == len(phases) else 0)
         return spans, given_up
@@ -247,6 +233,17 @@ class _Course:
             client_s=time.process_time(),
             tokens=client.tokens,
         )
+
+
+def first_phase(cell: Cell) -> int:
+    """Return the number that a cell's first phase has among a seed's: every load asks anew.
+
+    The same seed asks the same under every load, and on graphs that live on a second load's prompts would be
+    in the caches already. The number is the same under every policy, or cells would not be paired, and after
+    a restart that runs only what was missing.
+    """
+    course = msgspec.structs.replace(cell, policy=_ANY, seed=0).id
+    return int(course, 16) % (stream.MAX_PHASE // MOST_PHASES) * MOST_PHASES
 
 
 def _cpu_by_process(graph: Running) -> dict[str, float]:

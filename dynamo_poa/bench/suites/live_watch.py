@@ -30,9 +30,9 @@ class Watch:
     """Listens to one graph.
 
     computed:   prompt tokens computed, by component (`prefill`, `backend`)
-    chosen:     the plugin's decisions, by worker id, until `end_choices`
+    chosen:     the plugin's decisions, by worker id, until `end`
     latest:     the controller's last record, None where there is no controller
-    points:     the series
+    points:     the series, until `end`
     phase:      name that points get
     """
 
@@ -41,7 +41,7 @@ class Watch:
         self.latest: TelemetryRecord | None = None
         self.points: list[Point] = []
         self.phase = ""
-        self._clock, self._choices = clock, True
+        self._clock, self._ended = clock, False
         self._counted_from_s: float | None = None
         self._records = msgspec.msgpack.Decoder(TelemetryRecord).decode
         self._batches = msgspec.msgpack.Decoder(DecisionBatch).decode
@@ -60,9 +60,9 @@ class Watch:
         self.points.clear()
         self._counted_from_s = self._clock.monotonic_s()
 
-    def end_choices(self) -> None:
-        """Leave out the decisions from now on; what was computed goes on being counted."""
-        self._choices = False
+    def end(self) -> None:
+        """Leave out decisions and points from now on; what was computed goes on being counted."""
+        self._ended = True
 
     def _pass(self, at: str, data: bytes) -> None:
         if self._counted_from_s is None:
@@ -76,13 +76,13 @@ class Watch:
             self.computed[message.component] += message.body.prefill_tokens
 
     def _decisions(self, _: str, data: bytes) -> None:
-        if self._counted_from_s is not None and self._choices:
+        if self._counted_from_s is not None and not self._ended:
             batch = self._batches(data)
             self.chosen.update(event.worker_id for event in batch.events if isinstance(event, Chosen))
 
     def _telemetry(self, _: str, data: bytes) -> None:
         self.latest = record = self._records(data)
-        if self._counted_from_s is None:
+        if self._counted_from_s is None or self._ended:
             return
         at_s = self._clock.monotonic_s() - self._counted_from_s
         if not self.points or at_s - self.points[-1].at_s >= POINT_S or self.phase != self.points[-1].phase:
