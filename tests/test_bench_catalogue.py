@@ -158,6 +158,15 @@ def test_words_choose_cells_of_one_kind_together_and_narrow_across_kinds(
     assert chosen(cells["paper-1"], []) == cells["paper-1"]
 
 
+def test_words_that_no_cell_is_at_once_are_refused(cells: dict[str, tuple[Cell, ...]]) -> None:
+    """Else a run of nothing would end well."""
+    with pytest.raises(ConfigError) as caught:
+        chosen(cells["smoke"], ["ours active", "2P/4D"])
+    assert caught.value.problems == (
+        "--only: no cell of this suite is of all these at once: policies: ours active; fleets: 2P/4D",
+    )
+
+
 def test_an_unknown_word_is_refused_with_what_there_is(cells: dict[str, tuple[Cell, ...]]) -> None:
     """Every unknown one, with this suite's policies, fleets, workloads and loads."""
     with pytest.raises(ConfigError) as caught:
@@ -177,6 +186,8 @@ def test_names_that_words_choose_by_have_no_comma(cells: dict[str, tuple[Cell, .
     for one in (one for members in cells.values() for one in members):
         assert "," not in one.fleet.name
         assert "," not in one.policy.name
+    bursts = chosen(cells["workloads"], ["250 requests/s for 5 s", "kv"])
+    assert {one.load.text for one in bursts} == {"250 requests/s for 5 s, 40 for 10 s"}
 
 
 def test_a_model_is_another_timing_with_its_own_cache_but_where_the_suite_is_about_small_ones() -> None:

@@ -1,5 +1,6 @@
 """Trace files: Mooncake's lines read, bad ones named and counted, and what is written for the simulator."""
 
+import gzip
 import json
 from itertools import islice
 
@@ -28,8 +29,14 @@ BAD = {
     ),
     json.dumps(GOOD | {"timestamp": "0"}).encode(): "Expected `int | float`, got `str` - at `$.timestamp`",
     json.dumps(GOOD | {"timestamp": -1}).encode(): "timestamp = -1: must be >= 0, the line before's",
-    json.dumps(GOOD | {"input_length": 0}).encode(): "input_length = 0: must be >= 1",
-    json.dumps(GOOD | {"output_length": -4}).encode(): "output_length = -4: must be >= 1",
+    json.dumps(GOOD | {"input_length": 0}).encode(): "input_length = 0: must be in [1, 1000000]",
+    json.dumps(GOOD | {"output_length": -4}).encode(): "output_length = -4: must be in [1, 1000000]",
+    # The simulator allots what is asked for: its process died of 10**12.
+    json.dumps(GOOD | {"output_length": 10**12}).encode(): (
+        "output_length = 1000000000000: must be in [1, 1000000]"
+    ),
+    json.dumps(GOOD | {"timestamp": 10**320}).encode(): f"timestamp = {10**320}: must be <= 1e+14 ms",
+    json.dumps(GOOD | {"timestamp": 1e300}).encode(): "timestamp = 1e+300: must be <= 1e+14 ms",
     json.dumps(GOOD | {"input_length": 1.5}).encode(): "Expected `int`, got `float` - at `$.input_length`",
     json.dumps(GOOD | {"input_length": 1025}).encode(): "hash_ids: 2 of them: must be 3 for 1025 tokens",
     json.dumps(GOOD | {"hash_ids": [1, "a"]}).encode(): "Expected `int`, got `str` - at `$.hash_ids[1]`",
@@ -83,6 +90,22 @@ def test_time_that_goes_back_is_a_bad_line_and_what_follows_is_judged_by_the_las
     found = trace.survey(path)
     assert found.shown == (f"{path}:203: timestamp = 3000: must be >= 5000, the line before's",)
     assert [one.at_s for one in trace.read(path)][-3:] == [0, 5, 5]
+
+
+def test_a_byte_order_mark_before_the_first_line_is_no_part_of_it(tmp_path):
+    """As some editors write it."""
+    path = written(tmp_path / "t", *good(3))
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert trace.survey(path) == trace.Survey(requests=3, bad=0)
+    assert len(list(trace.read(path))) == 3
+
+
+def test_a_compressed_file_is_refused_as_such(tmp_path):
+    """Its lines are no lines: naming five of them would say nothing."""
+    path = tmp_path / "t.gz"
+    path.write_bytes(gzip.compress(b"".join(line + b"\n" for line in good(3))))
+    with pytest.raises(ConfigError, match=r"t\.gz: is compressed \(gzip\): must be plain text$"):
+        trace.survey(path)
 
 
 def test_one_bad_line_in_a_hundred_is_borne_and_more_are_not(tmp_path):

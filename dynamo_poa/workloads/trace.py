@@ -21,7 +21,10 @@ from dynamo_poa.workloads.request import Request
 log = structlog.get_logger(__name__)
 
 MAX_BAD_FRAC = 0.01
+MAX_TOKENS = 1_000_000  # of a prompt and of an answer, as in synthetic.py; a simulator allots them at once
+MAX_MS = 1e14  # 3,000 years: in seconds still exact to the millisecond
 SHOWN_LINES = 5
+_GZIP, _BOM = b"\x1f\x8b", b"\xef\xbb\xbf"
 LINES_DROPPED = "poa.trace.lines_dropped"
 
 
@@ -127,6 +130,10 @@ def _lines(path: str | Path, block_tokens: int) -> Iterator[tuple[int, Row | str
     try:
         with Path(path).open("rb") as file:
             for number, line in enumerate(file, 1):
+                if number == 1 and line.startswith(_GZIP):
+                    raise ConfigError([f"trace {path}: is compressed (gzip): must be plain text"])
+                if number == 1:
+                    line = line.removeprefix(_BOM)
                 if not line.strip():
                     continue
                 try:
@@ -144,11 +151,12 @@ def _lines(path: str | Path, block_tokens: int) -> Iterator[tuple[int, Row | str
 
 def _problem(row: Row, block_tokens: int, last_ms: float) -> str:
     if row.timestamp < last_ms:
-        return f"timestamp = {row.timestamp}: must be >= {last_ms:g}, the line before's"
-    if row.input_length < 1:
-        return f"input_length = {row.input_length}: must be >= 1"
-    if row.output_length < 1:
-        return f"output_length = {row.output_length}: must be >= 1"
+        return f"timestamp = {row.timestamp}: must be >= {last_ms:.15g}, the line before's"
+    if row.timestamp > MAX_MS:
+        return f"timestamp = {row.timestamp}: must be <= {MAX_MS:g} ms"
+    for key, tokens in (("input_length", row.input_length), ("output_length", row.output_length)):
+        if not 1 <= tokens <= MAX_TOKENS:
+            return f"{key} = {tokens}: must be in [1, {MAX_TOKENS}]"
     return _blocks_problem(len(row.hash_ids), row.input_length, block_tokens)
 
 

@@ -86,13 +86,13 @@ def chosen(cells: Sequence[Cell], words: Iterable[str]) -> tuple[Cell, ...]:
     Words of one kind add up, those of different kinds narrow down: `kv,random,1P/5D` is two policies on one
     fleet.
 
-    Raises:  ConfigError with the lists when a word is none of them.
+    Raises:  ConfigError with the lists when a word is none of them, or no cell is all that they say.
     """
     kinds: dict[str, Callable[[Cell], str]] = {
         "policies": lambda cell: cell.policy.name,
         "fleets": lambda cell: cell.fleet.name,
         "workloads": lambda cell: cell.content.name.partition(",")[0],
-        "loads": lambda cell: cell.load.text,
+        "loads": lambda cell: cell.load.text.partition(",")[0],
     }
     known = {kind: dict.fromkeys(map(name_of, cells)) for kind, name_of in kinds.items()}
     wanted: dict[str, set[str]] = {}
@@ -106,7 +106,11 @@ def chosen(cells: Sequence[Cell], words: Iterable[str]) -> tuple[Cell, ...]:
             problems.append(f"--only {word!r}: must be one of this suite's {lists}")
     if problems:
         raise ConfigError(problems)
-    return tuple(cell for cell in cells if all(kinds[kind](cell) in names for kind, names in wanted.items()))
+    found = tuple(cell for cell in cells if all(kinds[kind](cell) in names for kind, names in wanted.items()))
+    if not found:
+        asked = "; ".join(f"{kind}: {', '.join(sorted(names))}" for kind, names in wanted.items())
+        raise ConfigError([f"--only: no cell of this suite is of all these at once: {asked}"])
+    return found
 
 
 def seconds_of(cell: Cell) -> float:
