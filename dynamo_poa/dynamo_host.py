@@ -2,7 +2,7 @@
 
 Owns: the only imports of `dynamo` in this package; override keys per Dynamo version; the mapping of
       Dynamo's plain exceptions to ours.
-Does not own: when to choose or retry (router.py), what parameters to use (params.py).
+Does not own: when to choose (trip.py) or retry (router.py), what parameters to use (params.py).
 Invariant: a KvRouter is never given an empty prompt (it dies of it) nor parameters that were not validated.
 Source: measured on ai-dynamo 1.4.2 and 1.6.1. The pattern is Dynamo's own for routers outside the
         frontend (host: dynamo/global_router, dynamo/thunderagent_router).

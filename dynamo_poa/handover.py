@@ -1,7 +1,7 @@
 """Decides where the decode leg of a request finds the prefill worker it takes its KV cache from.
 
 Owns: the meeting of both legs, by request id, in this process or over the bus.
-Does not own: choosing the workers (router.py).
+Does not own: choosing the workers (trip.py), following the other leg (router.py).
 Invariant: a waiting decode leg is always woken: by an address, by the prefill leg's failure, or by the
            caller's time limit; notes nobody comes for are bounded, the oldest go first. A note that was
            replaced is not sent any more: whoever heard it last would go back to it.

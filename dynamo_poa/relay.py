@@ -2,7 +2,7 @@
 
 Owns: the listener requesters are sent to; one acknowledgement per frame, in order; handing frames that are
       not understood to Dynamo's own endpoint in this process; counting those.
-Does not own: choosing, booking, reporting (router.py), the answer (relay_call.py, relay_answers.py), bytes
+Does not own: choosing, booking, reporting (trip.py), the answer (relay_call.py, relay_answers.py), bytes
               (frames.py), the discovery record that sends requesters here (instance_record.py).
 Invariant: a frame is acknowledged exactly once and in order, or its connection ends behind the
            acknowledgements of those before it. What is acknowledged by us gets an answer or an error.

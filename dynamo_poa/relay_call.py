@@ -2,7 +2,7 @@
 
 Owns: one request's call (router.Call): its tries at workers, the join of one of them with the requester, who
       left and what that ends, the error that stands in for an answer.
-Does not own: which worker is asked (router.py), how a request reaches it (relay_workers.py), sockets
+Does not own: which worker is asked (trip.py), how a request reaches it (relay_workers.py), sockets
       (relay_answers.py), what bytes mean (frames.py, answers.py).
 Invariant: a requester gets handshake and prologue once and at once, so that it can cancel from then on; after
            that only bytes of one attempt, unchanged. A call that is over leaves no connection behind.

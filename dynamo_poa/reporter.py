@@ -1,7 +1,7 @@
 """Sends the router's decisions to the controller in batches, off the request path.
 
 Owns: the bounded queue of decision events, its batching, its drop count, the router's once-a-second status.
-Does not own: what is decided (router.py) or how it is used (decisions.py).
+Does not own: what is decided (trip.py) or how it is used (decisions.py).
 Invariant: reporting never waits and never fails a request; what does not fit is dropped and counted.
 Source: Decision of the architecture's contracts.
 """

@@ -1,7 +1,7 @@
 """What a router process shows of itself on /metrics.
 
 Owns: metric names of the router; reading them at the moment of the scrape, so the request path pays nothing.
-Does not own: the HTTP server (telemetry.py) or the counts (router.py, reporter.py, params.py).
+Does not own: the HTTP server (telemetry.py) or the counts (trip.py, reporter.py, params.py).
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from dynamo_poa.bus import Bus
 from dynamo_poa.data_path import RelayPath
 from dynamo_poa.params import ParamsHolder
 from dynamo_poa.reporter import DecisionReporter
-from dynamo_poa.router import RouterStats
+from dynamo_poa.trip import RouterStats
 
 
 class RouterMetrics(Collector):

@@ -26,9 +26,10 @@ from dynamo_poa.errors import BusError, RecordUnchangeable
 from dynamo_poa.handover import HandoverChannel, Handovers
 from dynamo_poa.params import ParamsHolder, ParamsSubscriber
 from dynamo_poa.reporter import DecisionReporter, RouterStatus
-from dynamo_poa.router import Leg, RouterStats
+from dynamo_poa.router import Leg
 from dynamo_poa.router_metrics import RouterMetrics
 from dynamo_poa.telemetry import MetricsServer, configure_logging
+from dynamo_poa.trip import RouterStats
 from dynamo_poa.values import ParamsKind, Role, RouterParams
 
 log = structlog.get_logger(__name__)

@@ -39,7 +39,8 @@ from dynamo_poa.relay import Relay, Route
 from dynamo_poa.relay_answers import Answers
 from dynamo_poa.relay_call import RelayCall
 from dynamo_poa.relay_workers import WorkerConnections
-from dynamo_poa.router import Leg, RouterStats
+from dynamo_poa.router import Leg
+from dynamo_poa.trip import RouterStats
 from dynamo_poa.values import Address, Outcome, Role, RouterParams
 from dynamo_poa.wire import Chosen, Ended, FirstToken
 

@@ -14,7 +14,8 @@ from dynamo_poa.clock import ManualClock
 from dynamo_poa.config import RouterConfig
 from dynamo_poa.errors import AnswerFailed, RequestShed, WorkerUnreachable
 from dynamo_poa.handover import HandoverFailed, Handovers
-from dynamo_poa.router import Leg, RequestRefused, RouterStats, Sampler
+from dynamo_poa.router import Leg
+from dynamo_poa.trip import RequestRefused, RouterStats, Sampler
 from dynamo_poa.values import MAX_ROUTER_TEMPERATURE, Outcome, Role, RouterParams
 from dynamo_poa.wire import Chosen, Ended, FirstToken, Handover
 
