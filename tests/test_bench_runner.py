@@ -4,7 +4,8 @@ import asyncio
 import os
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
-from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from multiprocessing import get_context
 from pathlib import Path
@@ -181,6 +182,24 @@ async def test_a_simulator_that_dies_costs_the_cell_that_killed_it_and_no_other(
     assert len(kept) == len(found) == 6
     for (_, seed), ended in found.items():
         assert ended == (("failed", "the simulator's process died") if seed == 2 else ("done", ""))
+
+
+class Broken(Executor):
+    """A pool whose processes do not even start."""
+
+    def submit(self, *_: object, **__: object) -> Future[Result]:
+        raise BrokenProcessPool("no process")
+
+
+async def test_a_pool_that_cannot_begin_fails_its_cells_and_the_run_goes_on() -> None:
+    """Found in review: with nothing under way it waited for nothing, which asyncio refuses."""
+    cells = [cell(seed=1), cell(seed=2), live("kv")]
+    kept = await results_of(cells, engines(pool=lambda width: Broken()))
+    assert [(one.state, one.reason) for one in kept] == [
+        ("failed", "the simulator's process died"),
+        ("failed", "the simulator's process died"),
+        ("done", ""),
+    ]
 
 
 async def test_a_graph_that_died_is_given_up_after_two_cells_and_the_others_go_on() -> None:

@@ -1,10 +1,16 @@
 """Cells on Dynamo's own simulator: what a policy does there, what is refused, what failing looks like."""
 
 import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
+from dynamo_poa import dynamo_host
 from dynamo_poa.bench.suites import replayed
 from dynamo_poa.bench.suites.cells import Cell, Fleet, Phase, Policy, SlowWorker, Stall
 from dynamo_poa.errors import ConfigError
@@ -152,3 +158,57 @@ def test_cells_run_in_quiet_processes_of_their_own():
     assert [result.state for result in results] == ["done"] * 3
     assert [result.cell.seed for result in results] == [1, 2, 3]
     assert os.environ.get("DYN_LOG") == before
+
+
+def test_a_request_that_dynamo_forgets_is_no_smaller_sample(monkeypatch: pytest.MonkeyPatch):
+    """Invariant: every request that was asked is in the figures; else the lost ones would flatter them."""
+    replay = dynamo_host.replay_trace
+
+    def forgets(source: Path, target: Path, **rest: Any) -> None:
+        replay(source, target, **rest)
+        target.write_bytes(b"".join(target.read_bytes().splitlines(keepends=True)[1:]))
+
+    monkeypatch.setattr(dynamo_host, "replay_trace", forgets)
+    result = replayed.run(cell(requests=20))
+    assert (result.state, result.figures) == ("failed", {})
+    assert result.reason == "Dynamo told of 19 requests, not of all 20 that were asked"
+
+
+POOL = """
+import os, sys
+from dynamo_poa.bench.suites import replayed
+
+def folder():
+    return os.getpid(), str(replayed._folder())
+
+if __name__ == "__main__":
+    with replayed.pool(1) as pool:
+        print(*pool.submit(folder).result(), flush=True)
+        sys.stdin.read()
+"""
+
+
+def test_a_process_dies_with_its_parent_and_leaves_no_file(tmp_path: Path):
+    """Found in review: whoever killed a run or a calibration left its processes waiting for ever."""
+    (tmp_path / "run.py").write_text(POOL)
+    command = [sys.executable, str(tmp_path / "run.py")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        worker, folder = parent.stdout.readline().split()
+        there = Path(folder).is_dir()
+        parent.kill()
+    assert there
+    for _ in range(200):
+        if not _runs(int(worker)):
+            break
+        time.sleep(0.05)
+    assert not _runs(int(worker))
+    assert not Path(folder).exists()
+
+
+def _runs(pid: int) -> bool:
+    """Tell whether a process is there, and more than a body nobody has buried."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

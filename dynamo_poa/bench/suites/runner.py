@@ -135,8 +135,12 @@ async def _through_pool(cells: Sequence[Cell], width: int, engines: Engines, kee
                         job = pool.submit(_guarded, engines.replayed, left[0])
                     except BrokenProcessPool:  # before anybody has seen how its job ended
                         whole = False
+                        if not running:  # a pool that cannot even begin must not be tried for ever
+                            lost.append(left.popleft())
                         break
                     running[asyncio.wrap_future(job)] = left.popleft()
+                if not running:
+                    break
                 ended, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
                 for job_ended in ended:
                     cell = running.pop(job_ended)
