@@ -205,7 +205,8 @@ def command(*words: str) -> "subprocess.CompletedProcess[str]":
 
 def test_a_person_gets_a_line_and_status_2_for_what_there_is_not(tmp_path: Path) -> None:
     """Issue, bad input: an unknown suite or baseline (the list); nothing is written."""
-    out = tmp_path / "out"
+    out, bad = tmp_path / "out", tmp_path / "bad.jsonl"
+    bad.write_text("{\n")
     for words, said in (
         (("nope", "--out", str(out)), "error: suite 'nope': must be one of paper-1, paper-2, paper-3"),
         (
@@ -213,6 +214,15 @@ def test_a_person_gets_a_line_and_status_2_for_what_there_is_not(tmp_path: Path)
             "error: --only 'fastest': must be one of this suite's",
         ),
         (("smoke", "--out", str(out), "--seeds", "0"), "error: --seeds = 0: must be in [1, 100]"),
+        (
+            ("workloads", "--out", str(out), "--trace", str(bad)),
+            f"error: trace {bad}: 1 of 1 lines are bad (100.00%): must be <= 1%",
+        ),
+        (
+            ("smoke", "--out", str(out), "--trace", str(bad)),
+            f"error: --trace {bad}: suite 'smoke' replays none: must be of workloads",
+        ),
+        (("smoke", "--out", str(bad), "--only", "6A,kv"), f"error: --out {bad}: cannot be written to: File"),
     ):
         ended = command("bench", "run", *words)
         assert (ended.returncode, ended.stdout) == (2, "")
@@ -223,6 +233,27 @@ def test_a_person_gets_a_line_and_status_2_for_what_there_is_not(tmp_path: Path)
         2,
         True,
     )
+
+
+def test_a_full_disk_under_what_is_told_is_one_line_and_status_1(tmp_path: Path) -> None:
+    """Found in review: `bench run ... > log` ended in a traceback. The figures are on another disk."""
+    code = "from dynamo_poa.serve.cli import main; main()"
+    words = ("bench", "run", "smoke", "--seeds", "1", "--out", str(tmp_path), "--only", "6A,round-robin")
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(
+            [sys.executable, "-c", code, *words],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    assert ended.returncode == 1
+    assert ended.stderr == (
+        "error: [Errno 28] No space left on device; what was finished is kept, the same command goes on from "
+        "there\n"
+    )
+    assert [one.state for one in read(tmp_path / "smoke.jsonl").results].count("done") >= 1
 
 
 def test_the_list_has_every_suite_with_engine_cells_and_time() -> None:

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from suite_results import cell, done, stamp
 
-from dynamo_poa.bench.suites.cells import NotANumber, Result, Stamp
+from dynamo_poa.bench.suites.cells import NotANumber, Point, Result, Stamp
 from dynamo_poa.bench.suites.store import NOT_RUN, Store, StoreError, read, read_all
 from dynamo_poa.errors import ConfigError
 
@@ -151,6 +151,10 @@ def test_a_result_that_is_no_number_cannot_exist(value: float) -> None:
     """Issue: NaN anywhere in a result is an error, not a number."""
     with pytest.raises(NotANumber, match=r"figures\.ttft_mean_s = .*: must be finite"):
         done(cell(), ttft_mean_s=value)
+    with pytest.raises(NotANumber, match=r"series\[1\]\.poa_hat = .*: must be finite"):
+        Result(cell=cell(), state="done", series=(Point(at_s=0.0), Point(at_s=1.0, poa_hat=value)))
+    with pytest.raises(NotANumber, match=r"wall_s = .*: must be finite"):
+        Result(cell=cell(), state="done", wall_s=value)
 
 
 @pytest.mark.parametrize("text", ["null", "NaN", "1e999"])
@@ -188,6 +192,26 @@ def test_a_disk_that_is_full_from_the_start_leaves_the_old_file(tmp_path: Path) 
         Store.open(tmp_path, stamp(seeds=(1,)), ())
     assert path.read_bytes() == before
     assert [file.name for file in tmp_path.iterdir()] == ["test.jsonl"]
+
+
+def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path: Path) -> None:
+    """No full disk: the option is wrong, and stays so."""
+    (tmp_path / "file").touch()
+    for folder, why in ((tmp_path / "file", "File exists"), (tmp_path / "file" / "x", "Not a directory")):
+        with pytest.raises(ConfigError, match=f"--out {folder}: cannot be written to: {why}"):
+            Store.open(folder, stamp(), ())
+
+
+def test_another_suites_file_is_neither_gone_on_with_nor_read(tmp_path: Path) -> None:
+    """Its cells would count as this suite's, and its report take the other one's place."""
+    path = filled(tmp_path, done(cell(), x=1.0))
+    renamed = path.rename(tmp_path / "other.jsonl")
+    said = r"other\.jsonl: its stamp says suite 'test': must be the file's name"
+    with pytest.raises(ConfigError, match=said):
+        Store.open(tmp_path, stamp("other"), ())
+    with pytest.raises(ConfigError, match=said):
+        read_all(tmp_path)
+    assert read(renamed.rename(path)).results == (done(cell(), x=1.0),)
 
 
 def test_two_runs_never_write_to_one_folder_at_once(tmp_path: Path) -> None:

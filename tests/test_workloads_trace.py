@@ -70,6 +70,7 @@ def test_a_bad_line_is_named_with_what_is_wrong_and_left_out(tmp_path, line, wha
     with structlog.testing.capture_logs() as logs:
         found = trace.survey(path)
     assert found == trace.Survey(requests=199, bad=1, shown=(f"{path}:101: {what}",))
+    assert found.text == f"1 of 200 lines are bad and left out: {path}:101: {what}"
     assert len(list(trace.read(path))) == 199
     assert logs == [
         {

@@ -47,6 +47,13 @@ class Survey(msgspec.Struct, frozen=True, kw_only=True):
     bad: int
     shown: tuple[str, ...] = ()
 
+    @property
+    def text(self) -> str:
+        """Return what was left out, for a person; empty where nothing was."""
+        if not self.bad:
+            return ""
+        return f"{self.bad} of {self.requests + self.bad} lines are bad and left out: {'; '.join(self.shown)}"
+
 
 _DECODER = msgspec.json.Decoder(Row)
 _ENCODER = msgspec.json.Encoder()

@@ -168,9 +168,11 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
         Raises:  NotANumber.
         """
-        for where, values in (("figures", self.figures), ("health", self.health)):
+        points = ((f"series[{n}]", msgspec.structs.asdict(point)) for n, point in enumerate(self.series))
+        own = ("result", {"wall_s": self.wall_s})
+        for where, values in (("figures", self.figures), ("health", self.health), own, *points):
             for key, value in values.items():
-                if not math.isfinite(value):
+                if isinstance(value, float) and not math.isfinite(value):
                     raise NotANumber(f"{self.cell.id} {where}.{key} = {value}: must be finite")
 
 

@@ -7,6 +7,8 @@ Invariant: results are in DIR as soon as they exist; the same command goes on wh
 
 import asyncio
 import signal
+import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,6 +21,7 @@ from dynamo_poa.telemetry import configure_logging
 
 if TYPE_CHECKING:  # suites take a second to import, and other commands do not need them
     from dynamo_poa.bench.suites.catalogue import Options
+    from dynamo_poa.bench.suites.cells import Cell
     from dynamo_poa.bench.suites.session import Asked
 
 FAILED, INTERRUPTED = 1, 130
@@ -67,12 +70,16 @@ def run(
     configure_logging("error")
     options = _options(seeds, model, trace)
     words = tuple(word.strip() for word in only.split(",") if word.strip())
-    cells = catalogue.chosen(catalogue.suite(suite).cells(options), words)
+    cells = catalogue.suite(suite).cells(options)
+    if trace:
+        _survey(trace, suite, cells)
+    cells = catalogue.chosen(cells, words)
     asked = Asked(suite=suite, cells=cells, folder=out, seeds=options.seeds, only=words, fresh=fresh)
     try:
         status = asyncio.run(_until_told(asked))
-    except StoreError as error:
-        console().print(f"stopped: {error}\nWhat was finished is kept, the rest is marked.", soft_wrap=True)
+    except (StoreError, OSError) as error:  # stdout's disk may be full too
+        told = f"error: {error}; what was finished is kept, the same command goes on from there"
+        console(sys.stderr).print(told, soft_wrap=True)
         status = FAILED
     if status:
         raise typer.Exit(status)
@@ -135,6 +142,19 @@ def _options(seeds: int, model: str, trace: str) -> "Options":
     if not 1 <= seeds <= catalogue.MAX_SEEDS:
         raise ConfigError([f"--seeds = {seeds}: must be in [1, {catalogue.MAX_SEEDS}]"])
     return catalogue.Options(seeds=tuple(range(1, seeds + 1)), model=model, trace=trace)
+
+
+def _survey(trace: str, suite: str, cells: "Iterable[Cell]") -> None:
+    """Refuse a trace that cannot be used before hours are spent on the rest; tell what is left out of one."""
+    from dynamo_poa.workloads.synthetic import Trace
+    from dynamo_poa.workloads.trace import survey
+
+    if not any(isinstance(cell.content, Trace) for cell in cells):
+        raise ConfigError(
+            [f"--trace {trace}: suite {suite!r} replays none: must be of workloads or workloads-live"]
+        )
+    if left_out := survey(trace).text:
+        console().print(f"trace {trace}: {left_out}", soft_wrap=True)
 
 
 async def _until_told(asked: "Asked") -> int:

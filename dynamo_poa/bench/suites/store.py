@@ -8,6 +8,7 @@ Invariant: a file opens with one Stamp and holds results of that build and machi
            stays whatever comes after: a full disk, a kill, a line that cannot be read.
 """
 
+import errno
 import fcntl
 import os
 from collections.abc import Iterable
@@ -20,6 +21,7 @@ from dynamo_poa.bench.suites.cells import Cell, NotANumber, Result, Stamp
 from dynamo_poa.errors import ConfigError, PoaError
 
 SUFFIX = ".jsonl"
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 NOT_RUN = "not run: the run ended before its turn"
 
 
@@ -47,7 +49,7 @@ class Contents(msgspec.Struct, frozen=True, kw_only=True):
 def read(path: Path) -> Contents:
     """Read a file of results.
 
-    Raises:  ConfigError when it cannot be read or does not open with a stamp.
+    Raises:  ConfigError when it cannot be read, does not open with a stamp, or opens with another suite's.
     """
     try:
         first, *lines = path.read_bytes().split(b"\n")
@@ -56,6 +58,8 @@ def read(path: Path) -> Contents:
         raise ConfigError([f"{path}: cannot be read: {error.strerror}"]) from error
     except msgspec.MsgspecError as error:
         raise ConfigError([f"{path}, line 1: no stamp of a build, so no file of results: {error}"]) from error
+    if stamp.suite != path.stem:
+        raise ConfigError([f"{path}: its stamp says suite {stamp.suite!r}: must be the file's name"])
     results: dict[str, Result] = {}
     problems = []
     for number, line in enumerate(lines, 2):
@@ -98,8 +102,9 @@ class Store:
 
         Args:     cells: that are asked for; those without a result are marked as not run.
                   fresh: sets aside what is there, under the name it then has, and begins anew.
-        Raises:   ConfigError when results of another build or machine are there, or another run writes there.
-                  StoreError when nothing can be written.
+        Raises:   ConfigError when results of another build or machine are there, another run writes there, or
+                  the folder cannot be written to.
+                  StoreError when its disk is full.
         """
         path = folder / f"{stamp.suite}{SUFFIX}"
         contents = Contents(stamp=stamp, results=())
@@ -123,7 +128,9 @@ class Store:
             return cls(path, contents, lock)
         except OSError as error:
             _unlock(lock)
-            raise StoreError(f"{path}: cannot be written: {error.strerror}") from error
+            if error.errno in _NO_ROOM:
+                raise StoreError(f"{path}: cannot be written: {error.strerror}") from error
+            raise ConfigError([f"--out {folder}: cannot be written to: {error.strerror}"]) from error
         except PoaError:
             _unlock(lock)
             raise
