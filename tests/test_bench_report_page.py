@@ -11,6 +11,7 @@ from chromium import measured
 
 from dynamo_poa.bench.suites import maps, page, plots, timeline
 from dynamo_poa.bench.suites.cells import Result
+from dynamo_poa.workloads.arrivals import Closed, Poisson, Waves
 
 ALL = {
     "workloads": lambda: [*bench_results.workloads(), *bench_results.void_and_failed()],
@@ -108,6 +109,17 @@ def test_what_is_missing_is_drawn_as_nothing() -> None:
     )
     assert drawn == ()
     assert [plot.name for plot in maps.picks(one)] == ["picks-0"]
+
+
+def test_open_and_closed_loops_share_no_picture() -> None:
+    """Issue: never confused in a result. In an open loop throughput is what was asked for."""
+    policies = (bench_results.DEFAULT, bench_results.OURS)
+    loads = (Closed(users=8), Poisson(rate_rps=8.0), Waves(mean_rps=8.0, swing_frac=0.5, period_s=9.0))
+    mixed = [bench_results.result(bench_results.cell(policy, load)) for load in loads for policy in policies]
+    assert [plot.title for plot in plots.pareto(mixed)] == [
+        "Tail latency against throughput: paper, closed loop",
+        "Tail latency against throughput: paper, open loop",
+    ]
 
 
 def test_failed_requests_stand_with_what_is_missing() -> None:

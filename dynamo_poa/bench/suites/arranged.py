@@ -88,6 +88,11 @@ def place(load: Load) -> Place:
             return Place(load.speedup, "times the trace's own rate (open loop)")
 
 
+def loop(load: Load) -> str:
+    """Return which kind of loop it is: in an open one throughput is what was asked for, not what was found."""
+    return "closed loop" if isinstance(load, Closed) else "open loop"
+
+
 def is_default(policy: Policy) -> bool:
     """Tell whether a policy is Dynamo's own KV routing with every parameter at its default."""
     return policy == Policy(name=policy.name)

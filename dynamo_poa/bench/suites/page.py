@@ -11,10 +11,9 @@ import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from dynamo_poa.bench.suites import arranged, maps, plots, tables, timeline
+from dynamo_poa.bench.suites import arranged, maps, plots, summary, tables, timeline
 from dynamo_poa.bench.suites.canvas import Plot
 from dynamo_poa.bench.suites.cells import Result, Stamp
-from dynamo_poa.bench.suites.summary import verdicts
 from dynamo_poa.bench.suites.tables import Table, Text
 
 STYLE = """
@@ -96,7 +95,7 @@ def page(stamp: Stamp, results: Sequence[Result]) -> str:
     ]
     links = "".join(f'<a href="#{key}">{title}</a>' for key, title, _ in sections)
     body = "".join(f'<section id="{key}"><h2>{title}</h2>{text}</section>' for key, title, text in sections)
-    said = "".join(f'<p class="verdict">{_escape(text)}</p>' for text in verdicts(results))
+    said = "".join(f'<p class="verdict">{_escape(text)}</p>' for text in summary.verdicts(results))
     suite = _escape(stamp.suite)
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>Bench: {suite}</title>'
@@ -127,7 +126,7 @@ def _facts(stamp: Stamp, results: Sequence[Result]) -> str:
     used = " and ".join(dict.fromkeys(engines[result.cell.engine] for result in results))
     versions = stamp.machine.packages
     return (
-        f"{tables.counted(stamp, results)}; {len(stamp.seeds)} seeds"
+        f"{tables.counted(stamp, results)}; {len(tables.seeds_of(stamp, results))} seeds"
         + f"; on {used}" * bool(used)
         + f"; ai-dynamo {versions.get('ai-dynamo', '-')}, dynamo-poa {versions.get('dynamo-poa', '-')}"
         + f"; {stamp.started_at}"
@@ -186,9 +185,10 @@ def _method() -> str:
     return (
         '<p class="note">Cells that differ in nothing but their policy are paired: same fleet, workload, '
         "load and seed. The interval of a change comes from a bootstrap over seeds, widened for their small "
-        "number. An interval that holds 0 is no difference. Of twenty comparisons "
-        "where there is no difference, about one looks like one. From fewer than three seeds there is no "
+        "number. An interval that holds 0 is no difference. "
+        f"{summary.CHANCE} From fewer than three seeds there is no "
         "verdict. "
+        f"P99 is over a cell's requests: of a hundred it is about the slowest. {summary.STARTS} "
         "TTFT: time to first token, in an open loop from when the request was due. ITL: mean time between a "
         "request's tokens. E2E: to the last token. Cached: share of the prompts' tokens that no worker had "
         "to compute again. PoA-hat: cost of the routing that took place over that of the best one in "

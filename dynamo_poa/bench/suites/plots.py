@@ -175,8 +175,8 @@ def pareto(results: Sequence[Result]) -> Iterator[Plot]:
     styles = _looks(results)
     shown = {"ttft_p99_s", "throughput_rps"}
     data = [r for r in arranged.done(results) if shown <= r.figures.keys() and not r.cell.phases]
-    contents = arranged.grouped(data, lambda result: result.cell.content.name)
-    for number, (content, cells) in enumerate(contents.items()):
+    contents = arranged.grouped(data, lambda r: (r.cell.content.name, arranged.loop(r.cell.load)))
+    for number, ((content, loop), cells) in enumerate(contents.items()):
         fleets = arranged.grouped(cells, lambda result: result.cell.fleet.name)
         names = arranged.policy_names(cells)
         if len(names) < 2:
@@ -204,7 +204,7 @@ def pareto(results: Sequence[Result]) -> Iterator[Plot]:
 
         yield draw(
             f"pareto-{number}",
-            f"Tail latency against throughput: {content}",
+            f"Tail latency against throughput: {content}, {loop}",
             "Right and down is better. Each point is a policy at one load, the median over seeds; the "
             "stepped line joins the points that no other beats in both.",
             (PANEL_IN + 0.3) * rows + LEGEND_IN * (1 + (len(names) - 1) // 4),

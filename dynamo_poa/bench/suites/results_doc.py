@@ -20,7 +20,7 @@ from dynamo_poa.bench.suites.paper_figures import CLAIMS, PAPER
 from dynamo_poa.bench.suites.reproduced import answer
 from dynamo_poa.bench.suites.standing import LEADING, percent, standings
 from dynamo_poa.bench.suites.store import Contents, read_all
-from dynamo_poa.bench.suites.summary import MOST_PROBLEMS, of_table, verdicts
+from dynamo_poa.bench.suites.summary import CHANCE, MOST_PROBLEMS, STARTS, of_table, verdicts
 from dynamo_poa.bench.suites.tables import Table, Text
 from dynamo_poa.errors import ConfigError, PoaError
 
@@ -31,7 +31,7 @@ PREAMBLE = (
     "not edited by hand. All of it was measured on Dynamo's own mock engine: on its simulator in virtual "
     "time, or on live graphs of mock workers. What it says holds for these; real GPUs may differ. "
     "Changes are medians over pairs of cells that differ in nothing but their policy, with 95 % intervals; a "
-    "difference inside the noise is `no difference`."
+    f"difference inside the noise is `no difference`. {CHANCE} {STARTS}"
 )
 
 

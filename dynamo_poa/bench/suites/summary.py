@@ -13,14 +13,23 @@ from dynamo_poa.bench.suites.standing import headline, split_headline
 from dynamo_poa.bench.suites.tables import Table, Text
 
 MOST_PROBLEMS = 20  # in a summary; the page has all
+STARTS = (
+    "On the simulator a run begins with cold caches, and all users of a closed loop ask at once: that start "
+    "is in the figures. On live graphs users come one by one, and a warm-up goes before."
+)
+CHANCE = (
+    "Of twenty comparisons where there is no difference about one looks like one, and the best of many is "
+    "partly luck."
+)
 
 
 def markdown(stamp: Stamp, results: Sequence[Result]) -> str:
     """Return the summary."""
     results = arranged.measured(results)
-    parts = [f"# Bench: {stamp.suite}", f"{tables.counted(stamp, results)}. Seeds {_seeds(stamp)}."]
+    parts = [f"# Bench: {stamp.suite}", f"{tables.counted(stamp, results)}. Seeds {_seeds(stamp, results)}."]
     parts += verdicts(results)
     parts += [of_table(table, 2) for table in tables.headlines(results)]
+    parts += [f"{CHANCE} {STARTS}"]
     parts += [of_table(table, 2) for table in tables.groups(results) if table.leading]
     parts += [of_table(table, 2) for table in tables.split_tables(results)]
     parts += [of_table(table, 2) for table in tables.absolutes(results)]
@@ -65,5 +74,5 @@ def _row(fields: Sequence[str]) -> str:
     return f"| {' | '.join(escaped)} |"
 
 
-def _seeds(stamp: Stamp) -> str:
-    return ", ".join(map(str, stamp.seeds))
+def _seeds(stamp: Stamp, results: Sequence[Result]) -> str:
+    return ", ".join(map(str, tables.seeds_of(stamp, results)))

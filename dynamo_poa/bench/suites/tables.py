@@ -169,9 +169,16 @@ def absolutes(results: Sequence[Result]) -> Iterator[Table]:
                 for phase in phases
                 for group, cells in by_name.items()
             ),
-            note="Medians over seeds with 95 % intervals.",
+            note=f"Medians over seeds with 95 % intervals. {_least_requests(own)}".strip(),
             leading=False,
         )
+
+
+def _least_requests(results: Sequence[Result]) -> str:
+    """Say of how many requests a P99 is at least: of a hundred it is little more than the slowest."""
+    counts = [v for r in results for key, v in r.figures.items() if key.rpartition(".")[2] == "requests"]
+    least = f"A cell's P99 is of {min(counts, default=0):,.0f} requests or more"
+    return f"{least}; of a hundred it is about the slowest." if counts else ""
 
 
 def split_tables(results: Sequence[Result]) -> Iterator[Table]:
@@ -258,6 +265,11 @@ def _seed_and_reason(result: Result) -> tuple[Text, Text]:
     return Text(str(result.cell.seed)), Text(result.reason or "no reason given")
 
 
+def seeds_of(stamp: Stamp, results: Sequence[Result]) -> tuple[int, ...]:
+    """Return the seeds that there are results of; of no result, those that were asked for."""
+    return tuple(sorted({result.cell.seed for result in results})) or stamp.seeds
+
+
 def stamp_table(stamp: Stamp) -> Table:
     """Return what was measured with what, where."""
     machine = stamp.machine
@@ -284,7 +296,8 @@ def stamp_table(stamp: Stamp) -> Table:
 def counted(stamp: Stamp, results: Sequence[Result]) -> str:
     """Say how many cells there are of each state, and how many are still to be run."""
     states = Counter(result.state for result in results)
-    parts = [f"{states['done']} of {stamp.cells} cells done"]
+    cells = max(stamp.cells, len(results))  # the last command may have asked for some of them alone
+    parts = [f"{states['done']} of {cells} cells done"]
     parts += [f"{states[state]} {state}" for state in ("void", "failed") if states[state]]
-    missing = stamp.cells - len(results)
+    missing = cells - len(results)
     return ", ".join(parts) + (f", {missing} not run yet" if missing > 0 else "")
