@@ -89,7 +89,7 @@ def place(load: Load) -> Place:
 
 
 def loop(load: Load) -> str:
-    """Return which kind of loop it is: in an open one throughput is what was asked for, not what was found."""
+    """Return which kind of loop it is: in an open one, throughput is what was asked for."""
     return "closed loop" if isinstance(load, Closed) else "open loop"
 
 
