@@ -3,7 +3,9 @@
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,7 @@ from dynamo_poa.bench.suites.calibrate import (
     runs_at_most,
     settings,
 )
+from dynamo_poa.bench.suites.calibrate_command import calibrate_trace
 from dynamo_poa.bench.suites.cells import Cell, Policy, Result
 from dynamo_poa.bench.suites.fragment import yaml_of
 from dynamo_poa.bench.suites.paired import compare
@@ -235,6 +238,18 @@ def test_what_cannot_be_calibrated_is_one_clear_line(trace: str, words: tuple[st
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(problem)
     assert done.stderr.count("\n") == 1
+
+
+def test_a_simulator_that_dies_is_one_clear_line_too(trace: str, monkeypatch: pytest.MonkeyPatch):
+    """Memory may run out: nothing is proposed on half of the runs."""
+
+    class Dying(ThreadPoolExecutor):
+        def map(self, *_: object, **__: object) -> Iterator[Result]:  # type: ignore[override]
+            raise BrokenProcessPool("killed")
+
+    monkeypatch.setattr(replayed, "pool", lambda: Dying(1))
+    with pytest.raises(MeasurementError, match="the simulator's process died"):
+        calibrate_trace(trace, "2A")
 
 
 @pytest.mark.shared

@@ -7,6 +7,7 @@ Invariant: stdout is the fragment and nothing else.
 
 import sys
 from collections.abc import Sequence
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -55,6 +56,7 @@ def calibrate_trace(
     ] = None,
 ) -> None:
     """Replay a trace in Dynamo's simulator; print the thresholds and parameters it asks for, as YAML."""
+    from dynamo_poa.bench.report import MeasurementError
     from dynamo_poa.bench.suites import replayed
     from dynamo_poa.bench.suites.calibrate import calibrate, fleet_of, runs_at_most
     from dynamo_poa.bench.suites.fragment import yaml_of
@@ -66,9 +68,12 @@ def calibrate_trace(
 
         def run(cells: "Sequence[Cell]") -> "list[Result]":
             results = []
-            for result in pool.map(replayed.run, cells):
-                results.append(result)
-                progress.advance(task)
+            try:
+                for result in pool.map(replayed.run, cells):
+                    results.append(result)
+                    progress.advance(task)
+            except BrokenProcessPool as error:
+                raise MeasurementError("the simulator's process died") from error
             return results
 
         found = calibrate(trace, fleet, run, requests)

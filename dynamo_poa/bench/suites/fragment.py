@@ -8,7 +8,7 @@ Invariant: every value stands beside why it is so; where nothing beat the defaul
 
 import math
 
-from dynamo_poa.bench.suites.calibrate import KNEE_FACTOR, Calibration
+from dynamo_poa.bench.suites.calibrate import KNEE_FACTOR, VERIFY_SEEDS, Calibration
 from dynamo_poa.config import RegimeConfig
 
 SAMPLES_MARGIN = 1.5  # over min_samples, for a window is not always equally full
@@ -25,6 +25,8 @@ def yaml_of(found: Calibration) -> str:
         f"# capacity  {found.capacity_rps:.3g} requests/s: the most that closed loops got through",
         f"# knee      {found.knee_rps:.3g} requests/s: mean TTFT is {KNEE_FACTOR:g} times that of "
         f"{light.offered_rps:.3g} requests/s, {light.ttft_mean_s:.3g} s",
+        f"# intervals cover the simulator's chance and arrivals' rounding over {len(VERIFY_SEEDS)} seeds:",
+        "# what the traffic of another day does to them only another day's trace can tell",
     ]
     if found.leaves_defaults:
         lines += ["# leave the defaults: nothing beat them", *_reasons(found)]
