@@ -175,6 +175,13 @@ def test_a_topology_that_gives_a_router_nothing_to_do_is_refused(topology: str):
         fleet_of(topology)
 
 
+def test_more_workers_than_closed_loops_can_load_are_refused():
+    """The bound is said of what was typed, and not of the users that follow from it."""
+    with pytest.raises(ConfigError, match=r"topology = '2P/501D': must have at most 500 workers of a kind"):
+        fleet_of("2P/501D")
+    assert fleet_of("500A").decode == 500
+
+
 def test_a_profile_brings_its_own_memory():
     """KV blocks are those that fit beside the model's weights, unless said otherwise; four in one."""
     assert fleet_of("8A").block_tokens == 64
@@ -188,8 +195,10 @@ def test_a_trace_of_one_instant_is_refused(tmp_path: Path):
     path = tmp_path / "trace.jsonl"
     line = {"timestamp": 0, "input_length": 100, "output_length": 10, "hash_ids": [1]}
     path.write_text((json.dumps(line) + "\n") * 10)
-    with pytest.raises(ConfigError, match="all requests of its first half come at one instant"):
+    with pytest.raises(ConfigError, match="--requests = 0: the 5 requests taken come at one instant"):
         calibrate(str(path), fleet_of("8A"), Formulas({}))
+    with pytest.raises(ConfigError, match="--requests = 1: the 1 requests taken come at one instant"):
+        calibrate(str(path), fleet_of("8A"), Formulas({}), requests=1)
 
 
 def calibrated(*words: str) -> subprocess.CompletedProcess[str]:
@@ -210,10 +219,13 @@ def test_the_command_prints_the_fragment_alone_and_writes_the_findings(tmp_path:
         }
         for n in range(600)
     ]
-    trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    trace.write_text("".join(json.dumps(line) + "\n" for line in lines) + "{\n")
     fleet = ("--topology", "2A", "--kv-blocks", "4096")
     done = calibrated("--trace", str(trace), *fleet, "--json", str(findings))
     assert done.returncode == 0, done.stderr
+    assert done.stderr == (
+        f"trace {trace}: 1 of 601 lines are bad and left out: {trace}:601: Input data was truncated\n"
+    )
     fragment = tmp_path / "calibrated.yaml"
     fragment.write_text(done.stdout)
     load_sections(fragment, {"PoaRouter": RouterConfig, "PoaController": ControllerConfig})
@@ -230,6 +242,7 @@ def test_the_command_prints_the_fragment_alone_and_writes_the_findings(tmp_path:
             "error: profile = 'h100': must be a path or one of b200-",
         ),
         (("--topology", "2A", "--trace", "nowhere.jsonl"), "error: trace nowhere.jsonl: cannot be read"),
+        (("--topology", "2A", "--json", "no/x"), "error: --json no/x: must be in a folder that exists"),
     ],
 )
 def test_what_cannot_be_calibrated_is_one_clear_line(trace: str, words: tuple[str, ...], problem: str):

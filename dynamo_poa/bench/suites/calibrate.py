@@ -33,6 +33,7 @@ CURVE = (0.25, 0.5, 0.7, 0.8, 0.9, 1.0, 1.1)  # offered, of capacity
 KNEE_FACTOR = 2.0
 BELOW_FRAC, ABOVE_FRAC = 0.6, 1.05  # of the knee, of capacity
 USERS = (32, 128)  # of each worker in the larger pool, for capacity
+MAX_WORKERS = 500  # of one kind: their users are then within a closed loop's bound
 BLOCK_TOKENS = 64  # measured: mean TTFT as with 16 within 1 %, in less than half the time
 SPREAD_S = 3.0  # what Mooncake's times are rounded to
 TUNE_SEEDS, VERIFY_SEEDS = (1, 2, 3), tuple(range(11, 19))
@@ -164,6 +165,8 @@ def fleet_of(topology: str, profile: str = "", kv_blocks: int = 0) -> Fleet:
         raise ConfigError([f"topology = {topology!r}: must be like 4P/4D or 8A, with one worker or more"])
     if counts == [1] or counts == [1, 1]:
         raise ConfigError([f"topology = {topology!r}: must leave the router a choice between workers"])
+    if max(counts) > MAX_WORKERS:
+        raise ConfigError([f"topology = {topology!r}: must have at most {MAX_WORKERS} workers of a kind"])
     prefill, decode = counts if len(counts) == 2 else (0, counts[0])
     fleet = Fleet(name=topology, prefill=prefill, decode=decode, profile=profile)
     if profile:
@@ -250,7 +253,8 @@ class _Half:
         ]
         self.requests = len(times_s)
         if not times_s or times_s[-1] <= 0:
-            raise ConfigError([f"trace {trace}: all requests of its {part} half come at one instant"])
+            taken = f"trace {trace}, {part} half, --requests = {limit}: the {self.requests} requests taken"
+            raise ConfigError([f"{taken} come at one instant: must come at two or more"])
         self.workers = max(fleet.prefill, fleet.decode)
         self._own_rps = self.requests / times_s[-1]
 

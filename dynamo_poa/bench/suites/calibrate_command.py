@@ -60,9 +60,14 @@ def calibrate_trace(
     from dynamo_poa.bench.suites import replayed
     from dynamo_poa.bench.suites.calibrate import calibrate, fleet_of, runs_at_most
     from dynamo_poa.bench.suites.fragment import yaml_of
+    from dynamo_poa.workloads.trace import survey
 
     configure_logging("error")
+    if json_file and not Path(json_file).parent.is_dir():
+        raise ConfigError([f"--json {json_file}: must be in a folder that exists"])
     fleet = fleet_of(topology, profile, kv_blocks)
+    if left_out := survey(trace).text:
+        typer.echo(f"trace {trace}: {left_out}", err=True)
     with _progress() as progress, replayed.pool() as pool:
         task = progress.add_task("replaying", total=runs_at_most())
 
@@ -77,9 +82,9 @@ def calibrate_trace(
             return results
 
         found = calibrate(trace, fleet, run, requests)
-    if json_file:
-        _write(found, Path(json_file))
     sys.stdout.write(yaml_of(found))
+    if json_file:  # what was found is told by now, should this fail
+        _write(found, Path(json_file))
 
 
 def _progress() -> Progress:

@@ -38,6 +38,7 @@ from dynamo_poa.bench.suites import profiles
 from dynamo_poa.bench.suites.cells import Cell, Fleet, Policy, Result
 from dynamo_poa.bench.suites.figures import Served, figures_of
 from dynamo_poa.errors import ConfigError, ReplayError
+from dynamo_poa.telemetry import configure_logging
 from dynamo_poa.values import Role
 from dynamo_poa.workloads import stream, trace
 from dynamo_poa.workloads.arrivals import Closed, Load
@@ -169,6 +170,7 @@ def _settle(parent: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:  # died before it could be asked for
         _end()
+    configure_logging("error")  # a trace's bad lines are told once, by the parent
     if os.isatty(2):  # where Dynamo draws a progress bar of its own over ours
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
