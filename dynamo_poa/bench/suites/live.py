@@ -29,7 +29,7 @@ from dynamo_poa.bench.suites.live_watch import Watch
 from dynamo_poa.bus import Bus
 from dynamo_poa.clock import Clock, SystemClock
 from dynamo_poa.config import CommonConfig
-from dynamo_poa.errors import BusError, ConfigError, StartError
+from dynamo_poa.errors import BusError, ConfigError, PoaError
 from dynamo_poa.serve.supervisor import Running, serve_graph
 from dynamo_poa.workloads import stream
 
@@ -48,7 +48,8 @@ class Block:
 
     failed:  policies whose graph is not up, and why: refused or crashed; their cells fail at once
 
-    Args:    poa_window_s: PoA-hat is that of the last so many seconds; at most what a cell measures.
+    Args:    poa_window_s: PoA-hat is that of the last so many seconds; where a cell measures less, the
+             warm-up's too.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class Block:
                     serving = serve_graph(plan, clock=self._clock)
                     self._running[policy.name] = await stack.enter_async_context(serving)
                     self._stacks.append(stack)
-                except (StartError, ConfigError, OSError) as error:
+                except (PoaError, OSError) as error:
                     self.failed[policy.name] = f"the graph did not start: {error}"
 
         try:

@@ -15,7 +15,8 @@ from dynamo_poa.bench.suites.tables import Table, Text
 MOST_PROBLEMS = 20  # in a summary; the page has all
 STARTS = (
     "On the simulator a run begins with cold caches, and all users of a closed loop ask at once: that start "
-    "is in the figures. On live graphs users come one by one, and a warm-up goes before."
+    "is in the figures. On live graphs users come one by one, and a warm-up goes before. "
+    "`random` is on the simulator the KV router at τ without end, for it has no such mode."
 )
 CHANCE = (
     "Of twenty comparisons where there is no difference about one looks like one, and the best of many is "

@@ -197,7 +197,7 @@ def split_tables(results: Sequence[Result]) -> Iterator[Table]:
                 rows=tuple(
                     (Text(load), *_split_row(members, figure, splits)) for load, members in rows.items()
                 ),
-                note=f"{default}; medians over seeds; ★ the best of the row.",
+                note=f"{default}; medians over seeds; ★ the best median of the row, be it by noise.",
                 leading=False,
             )
 
