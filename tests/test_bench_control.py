@@ -1,12 +1,14 @@
 """The benchmark's command: what it refuses, what it does when a figure cannot be measured."""
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from dynamo_poa.bench.control import Lengths, main, measure_all
-from dynamo_poa.bench.report import Figure, MeasurementError, Report, plain, this_machine
+from dynamo_poa.bench.report import Figure, MeasurementError, Report, commit_of, plain, this_machine
 
 
 @pytest.mark.parametrize(
@@ -80,3 +82,20 @@ def test_help_costs_no_import_of_dynamo():
         timeout=60,
     )
     assert "some of ingest, tick, swap, hop, relay, latency, observe, memory" in " ".join(done.stdout.split())
+
+
+def test_a_build_with_changes_is_told_from_one_with_others(tmp_path: Path) -> None:
+    """Results of two edits of one commit are of two builds, and are never mixed."""
+    git = ("git", "-c", "user.name=n", "-c", "user.email=e", "-C", str(tmp_path))
+    subprocess.run([*git, "init", "-q"], check=True)
+    (tmp_path / "f").write_text("1")
+    subprocess.run([*git, "add", "f"], check=True)
+    subprocess.run([*git, "commit", "-qm", "m"], check=True)
+    clean = commit_of(tmp_path)
+    assert re.fullmatch(r"[0-9a-f]{12}", clean)
+    found = []
+    for text in ("2", "3", "2"):
+        (tmp_path / "f").write_text(text)
+        found.append(commit_of(tmp_path))
+    assert all(re.fullmatch(clean + r"\+changes\.[0-9a-f]{8}", one) for one in found)
+    assert found[0] == found[2] != found[1]

@@ -5,6 +5,7 @@ Does not own: any measurement.
 Invariant: a disappointing value is reported like a good one; what could not be measured has no value at all.
 """
 
+import hashlib
 import os
 import platform
 import subprocess
@@ -132,7 +133,7 @@ def this_machine() -> Machine:
         python=platform.python_version(),
         nats_server=_answer(nats_server() or "nats-server", "--version"),
         packages={name: version(name) for name in PACKAGES},
-        commit=_commit(),
+        commit=commit_of(Path(__file__).parents[2]),
     )
 
 
@@ -142,12 +143,18 @@ def _processor() -> str:
     return names[0] if names else platform.machine()
 
 
-def _commit() -> str:
-    """Return the checkout's commit, marked when files differ from it; empty outside a checkout."""
-    here = str(Path(__file__).parents[2])
-    commit = _answer("git", "-C", here, "rev-parse", "--short=12", "HEAD")
-    changed = commit and _answer("git", "-C", here, "status", "--porcelain", "--untracked-files=no")
-    return f"{commit}+changes" if changed else commit
+def commit_of(folder: Path) -> str:
+    """Return the checkout's commit; where files differ from it, with what their difference comes to.
+
+    Returns:  `0123456789ab`, `0123456789ab+changes.89abcdef`; empty outside a checkout.
+    """
+    git = ("git", "-C", str(folder))
+    commit = _answer(*git, "rev-parse", "--short=12", "HEAD")
+    changed = commit and _answer(*git, "status", "--porcelain", "--untracked-files=no")
+    if not changed:
+        return commit
+    difference = _answer(*git, "diff", "HEAD").encode()
+    return f"{commit}+changes.{hashlib.sha256(difference).hexdigest()[:8]}"
 
 
 def _answer(*command: str) -> str:
