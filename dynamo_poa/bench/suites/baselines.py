@@ -126,14 +126,14 @@ def settled(cells: Sequence[Cell], tuning: Iterable[Result]) -> tuple[Cell, ...]
     tried: dict[str, dict[str, list[float]]] = {}
     for result in tuning:
         if result.state == "done" and TUNED_BY in result.figures:
-            of_group = tried.setdefault(_without_seed(result.cell), {})
+            of_group = tried.setdefault(result.cell.question, {})
             of_group.setdefault(result.cell.policy.name, []).append(result.figures[TUNED_BY])
     order = settings()
 
     def settle(cell: Cell) -> Cell:
         if cell.policy != BEST:
             return cell
-        values = tried.get(_without_seed(_asked(cell)), {})
+        values = tried.get(_asked(cell).question, {})
         complete = [one for one in order if len(values.get(one.name, ())) == len(TUNING_SEEDS)]
         if not complete:
             return cell
@@ -164,7 +164,3 @@ def _asked(cell: Cell) -> Cell:
         seconds=0.0,
         phases=(),
     )
-
-
-def _without_seed(cell: Cell) -> str:
-    return msgspec.structs.replace(cell, policy=BEST, seed=0).id

@@ -40,6 +40,9 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     table: str = "table"
 
 
+_ANY = Policy(name="")
+
+
 class SlowWorker(msgspec.Struct, frozen=True, kw_only=True):
     """One worker that takes `factor` times as long."""
 
@@ -123,6 +126,16 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
             msgspec.json.encode(self), type=Cell
         )  # 1 is then 1.0 where a float is due
         return hashlib.sha256(msgspec.json.encode(as_read, order="sorted")).hexdigest()[:16]
+
+    @property
+    def pair(self) -> str:
+        """Return what cells to be paired have in common: an id of all but the policy."""
+        return msgspec.structs.replace(self, policy=_ANY).id
+
+    @property
+    def question(self) -> str:
+        """Return an id of what is asked of a policy, over all seeds: of all but policy and seed."""
+        return msgspec.structs.replace(self, policy=_ANY, seed=0).id
 
     @property
     def group(self) -> str:

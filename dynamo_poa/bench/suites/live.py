@@ -40,7 +40,6 @@ SETTLE_S = 0.5  # after the last answer: bookings and events of it are over
 START_AT_ONCE = 3  # graphs: their imports are what takes the time, and a frontend may not take 30 s
 FIRST_TICK_S = 10.0
 MOST_PHASES = 16  # of a cell: what a stream's phases are numbered by
-_ANY = Policy(name="")
 
 
 class Block:
@@ -243,8 +242,7 @@ def first_phase(cell: Cell) -> int:
     in the caches already. The number is the same under every policy, or cells would not be paired, and after
     a restart that runs only what was missing.
     """
-    course = msgspec.structs.replace(cell, policy=_ANY, seed=0).id
-    return int(course, 16) % (stream.MAX_PHASE // MOST_PHASES) * MOST_PHASES
+    return int(cell.question, 16) % (stream.MAX_PHASE // MOST_PHASES) * MOST_PHASES
 
 
 def _cpu_by_process(graph: Running) -> dict[str, float]:

@@ -19,14 +19,13 @@ import msgspec
 import numpy as np
 from scipy import stats
 
-from dynamo_poa.bench.suites.cells import Cell, Policy, Result
+from dynamo_poa.bench.suites.cells import Cell, Result
 
 LEAST_SEEDS = 3
 RESAMPLES = 1999
 CONFIDENCE = 0.95
 ROUNDING = 1e-9  # of sums and logarithms: equal figures are equal
 MORE_IS_BETTER = frozenset({"throughput_rps", "output_tokens_per_s", "cached_frac", "requests"})
-_ANY = Policy(name="")
 
 Verdict = Literal["better", "worse", "no difference", "no verdict"]
 
@@ -90,7 +89,7 @@ def compare(results: Iterable[Result], baseline: Iterable[Result], figure: str) 
         if pair not in no_ratio:
             cell, value = ours[pair]
             ratio = 1.0 if pair in equal else value / theirs[pair][1]
-            groups.setdefault(_without_seed(cell), []).append((cell.seed, math.log(ratio)))
+            groups.setdefault(cell.question, []).append((cell.seed, math.log(ratio)))
     values = _by_seed(groups)
     pairs = sum(len(group) for group in groups.values())
     median = float(np.median(values)) if len(values) else None
@@ -154,11 +153,7 @@ def _by_seed(groups: dict[str, list[tuple[int, float]]]) -> list[float]:
 
 def _by_pair(results: Iterable[Result], figure: str) -> dict[str, tuple[Cell, float]]:
     return {
-        msgspec.structs.replace(result.cell, policy=_ANY).id: (result.cell, result.figures[figure])
+        result.cell.pair: (result.cell, result.figures[figure])
         for result in results
         if result.state == "done" and figure in result.figures
     }
-
-
-def _without_seed(cell: Cell) -> str:
-    return msgspec.structs.replace(cell, policy=_ANY, seed=0).id

@@ -28,7 +28,6 @@ COMPARED = {
 }
 LEADING = "ttft_mean_s"  # orders the policies and makes the headline
 SPLIT_FIGURE = "e2e_mean_s"  # what both pools pay into
-NO_SPLIT = "none beyond the noise"
 WORDS = {
     "better": "better",
     "worse": "worse",
@@ -156,14 +155,16 @@ def split_headline(results: Sequence[Result]) -> str:
                 least, second, *_ = sorted(medians, key=lambda name: medians[name])
                 behind, ahead = (_on_one_fleet(by_split[name]) for name in (second, least))
                 clear = compare(behind, ahead, SPLIT_FIGURE).verdict == "worse"
-                best[least if clear else NO_SPLIT] += 1
+                best.update([least] if clear else [])
                 costs.append(max(medians.values()) / medians[least])
-    if not best:
+    if not costs:
         return ""
     wins = ", ".join(f"{name} in {number}" for name, number in best.most_common())
+    alike = len(costs) - best.total()
+    within = f"; in {alike} the first two do not differ beyond the noise" * bool(alike)
     return (
-        f"By mean E2E the best split of the workers is {wins} of {len(costs)} workloads and loads; the "
-        f"worst takes {min(costs):.2g} to {max(costs):.2g} times as long."
+        f"By mean E2E the best split of the workers is {wins or 'clear in 0'} of {len(costs)} workloads and "
+        f"loads{within}; the worst takes {min(costs):.2g} to {max(costs):.2g} times as long."
     )
 
 
