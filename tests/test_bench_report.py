@@ -183,8 +183,8 @@ def test_a_split_that_is_ahead_by_noise_is_not_the_best() -> None:
         for seed, mean in zip(SEEDS, of_seeds, strict=True)
     ]
     assert split_headline(results) == (
-        "By mean E2E the best split of the workers is clear in 0 of 1 workloads and loads; in 1 the first two "
-        "do not differ beyond the noise; the worst takes 1.9 to 1.9 times as long."
+        "By mean E2E the best split of the workers is clear in 0 of 1 workloads and loads; in 1 the first "
+        "two do not differ beyond the noise; the worst takes 1.9 to 1.9 times as long."
     )
 
 
