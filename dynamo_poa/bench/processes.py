@@ -7,6 +7,7 @@ Source: proc(5).
 
 import contextlib
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,12 +38,21 @@ def resident_bytes(pid: int) -> int:
 def machine_time() -> MachineTime:
     """Return how long the machine's cores have been busy; guests and steal count as busy.
 
-    Niced processes count as idle time: they get what nobody else wants, 15 parts to 1024 at nice 19.
+    Niced processes count as idle time: they get what nobody else wants, 15 parts to 1024 at nice 19. Where
+    this process is niced itself, so are those it started, and they count.
     """
     ticks = [int(field) for field in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+    return machine_time_of(ticks, niced=os.getpriority(os.PRIO_PROCESS, 0) > 0)
+
+
+def machine_time_of(ticks: Sequence[int], *, niced: bool) -> MachineTime:
+    """Return what the machine's line of /proc/stat says to who is niced or is not.
+
+    Args:     ticks: user, nice, system, idle, iowait, irq, softirq, steal.
+    """
     _, nice, _, idle, iowait, *_ = ticks
-    idle += nice + iowait
-    return MachineTime((sum(ticks) - idle) / _TICKS_PER_S, sum(ticks) / _TICKS_PER_S)
+    rest = idle + iowait + (0 if niced else nice)
+    return MachineTime((sum(ticks) - rest) / _TICKS_PER_S, sum(ticks) / _TICKS_PER_S)
 
 
 def busy_frac(before: MachineTime, after: MachineTime) -> float:
