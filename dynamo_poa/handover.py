@@ -1,12 +1,14 @@
 """Decides where the decode leg of a request finds the prefill worker it takes its KV cache from.
 
-Owns: the meeting of both legs, by request id, in this process or over the bus.
+Owns: the meeting of both legs, by request id and room, in this process or over the bus.
 Does not own: choosing the workers (trip.py), following the other leg (router.py).
 Invariant: a waiting decode leg is always woken: by an address, by the prefill leg's failure, or by the
            caller's time limit; notes nobody comes for are bounded, the oldest go first. A note that was
            replaced is not sent any more: whoever heard it last would go back to it.
 Source: measured: with bootstrap hand-over both legs run at once, arrive up to 10 ms apart in either
-        order, and may reach different router replicas; `context.id()` is the same on both.
+        order, and may reach different router replicas; `context.id()` is the same on both. It is also that of
+        a request the frontend sends again after its router has died (host: migration.rs), while the prefill
+        leg of the first time goes on and may move or fail: the room, drawn anew each time, tells them apart.
 """
 
 import asyncio
@@ -70,21 +72,31 @@ def meeting_place(bootstrap_info: Mapping[str, Any], note: Handover) -> dict[str
         "bootstrap_port": note.bootstrap_port,
     }
     again = note.attempt - 1
-    room, handoff = bootstrap_info.get("bootstrap_room"), bootstrap_info.get("handoff_id")
-    if again and isinstance(room, int):
+    room, handoff = room_of(bootstrap_info), bootstrap_info.get("handoff_id")
+    if again and room is not None:
         place["bootstrap_room"] = room ^ (again << ROOM_SHIFT)
     if again and isinstance(handoff, bytes | list) and handoff:
         place["handoff_id"] = type(handoff)([*handoff[:-1], handoff[-1] ^ again])
     return place
 
 
+# A request's id, and the room its frontend drew; none in the notes of routers of an earlier release.
+_Key = tuple[str, int | None]
+
+
+def room_of(bootstrap_info: Mapping[str, Any]) -> int | None:
+    """Return the room the frontend drew for this request, the same on both legs."""
+    room = bootstrap_info.get("bootstrap_room")
+    return room if isinstance(room, int) else None
+
+
 class Handovers:
-    """Announcements by request id, newest first to count."""
+    """Announcements by request, newest first to count."""
 
     def __init__(self, publish: Callable[[Handover], None] | None = None) -> None:
         """Create the table. `publish` tells other router processes; None when this is the only one."""
         self._publish = publish
-        self._meetings: OrderedDict[str, _Meeting] = OrderedDict()
+        self._meetings: OrderedDict[_Key, _Meeting] = OrderedDict()
 
     def announce(self, note: Handover) -> None:
         """Say where the prefill leg went; a later note for the same request replaces the earlier."""
@@ -94,7 +106,7 @@ class Handovers:
 
     def accept(self, note: Handover) -> None:
         """Take an announcement, ours or another router's. An empty host says that the prefill leg failed."""
-        meeting = self._meeting(note.request_id)
+        meeting = self._meeting((note.request_id, note.room))
         if meeting.version and meeting.note == (note if note.bootstrap_host else None):
             return
         meeting.note = note if note.bootstrap_host else None
@@ -105,13 +117,15 @@ class Handovers:
                 waiter.set_result(None)
         meeting.waiters.clear()
 
-    def fail(self, request_id: str, *, expected: bool = False, refused: bool = False) -> None:
+    def fail(
+        self, request_id: str, room: int | None = None, *, expected: bool = False, refused: bool = False
+    ) -> None:
         """Say that the prefill leg failed for good; nothing, when nobody can be waiting for it.
 
         Args:     expected: the decode leg may still come: the prefill leg failed before it was announced.
                   refused: Dynamo would not take it, so the decode leg is refused with it.
         """
-        if self._publish is None and request_id not in self._meetings and not expected:
+        if self._publish is None and (request_id, room) not in self._meetings and not expected:
             return
         self.announce(
             Handover(
@@ -121,51 +135,60 @@ class Handovers:
                 bootstrap_host="",
                 bootstrap_port=0,
                 refused=refused,
+                room=room,
             )
         )
 
-    def forget(self, request_id: str) -> None:
+    def forget(self, request_id: str, room: int | None = None) -> None:
         """Drop what is known of a request whose decode leg is over."""
-        self._meetings.pop(request_id, None)
+        for key in self._keys(request_id, room):
+            self._meetings.pop(key, None)
 
-    async def wait(self, request_id: str, *, after: int = 0) -> tuple[Handover, int]:
+    async def wait(self, request_id: str, room: int | None = None, *, after: int = 0) -> tuple[Handover, int]:
         """Wait for a note newer than version `after`; return it with its version.
 
         The caller sets the time limit.
 
         Raises:  HandoverFailed when the prefill leg failed, RequestShed when it was refused.
         """
-        meeting = self._meeting(request_id)
-        meeting.taken = True
-        while meeting.version <= after:
+        meetings = [self._meeting(key) for key in self._keys(request_id, room)]
+        meetings[0].taken = True
+        while (version := sum(meeting.version for meeting in meetings)) <= after:
             waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            meeting.waiters.append(waiter)
+            for meeting in meetings:
+                meeting.waiters.append(waiter)
             await waiter
-        if meeting.note is None and meeting.refused:
+        said = next(meeting for meeting in meetings if meeting.version)  # of its own room, if anything was
+        if said.note is None and said.refused:
             raise RequestShed(f"{request_id}: its prefill leg was refused")
-        if meeting.note is None:
+        if said.note is None:
             raise HandoverFailed(request_id)
-        return meeting.note, meeting.version
+        return said.note, version
 
-    def orphaned(self, request_id: str) -> bool:
+    def orphaned(self, request_id: str, room: int | None = None) -> bool:
         """Tell whether no decode leg has come; False where it may have gone to another process."""
         if self._publish is not None:
             return False
-        meeting = self._meetings.get(request_id)
+        meeting = self._meetings.get((request_id, room))
         return meeting is None or not meeting.taken
 
     def __len__(self) -> int:
         """Return how many requests are known."""
         return len(self._meetings)
 
-    def _meeting(self, request_id: str) -> _Meeting:
-        meeting = self._meetings.get(request_id)
+    def _keys(self, request_id: str, room: int | None) -> tuple[_Key, ...]:
+        """Return where notes for a request may be: another router may be of an earlier release."""
+        own = request_id, room
+        return (own,) if room is None or self._publish is None else (own, (request_id, None))
+
+    def _meeting(self, key: _Key) -> _Meeting:
+        meeting = self._meetings.get(key)
         if meeting is None:
-            meeting = self._meetings[request_id] = _Meeting()
+            meeting = self._meetings[key] = _Meeting()
             for _ in range(len(self._meetings) - KEEP):
-                oldest_id, oldest = self._meetings.popitem(last=False)
+                oldest_key, oldest = self._meetings.popitem(last=False)
                 if oldest.waiters:  # it would never be woken: its turn comes again
-                    self._meetings[oldest_id] = oldest
+                    self._meetings[oldest_key] = oldest
         return meeting
 
 
@@ -194,7 +217,7 @@ class HandoverChannel:
         self._decoder = msgspec.msgpack.Decoder(Handover)
         self._sending: set[asyncio.Task[None]] = set()
         # Of the last RESEND_S, each request's last note alone: an earlier one would undo it.
-        self._recent: OrderedDict[str, tuple[float, Handover]] = OrderedDict()
+        self._recent: OrderedDict[_Key, tuple[float, Handover]] = OrderedDict()
 
     def table(self) -> Handovers:
         """Return a table that is fed by, and feeds, the other routers'."""
@@ -213,8 +236,9 @@ class HandoverChannel:
         return handovers
 
     def _publish(self, note: Handover) -> None:
-        self._recent.pop(note.request_id, None)
-        self._recent[note.request_id] = self._clock.monotonic_s(), note
+        key = note.request_id, note.room
+        self._recent.pop(key, None)
+        self._recent[key] = self._clock.monotonic_s(), note
         self._prune()
         self._run(self._send(note))
 
@@ -259,5 +283,5 @@ class HandoverChannel:
 
     def _replaced(self, note: Handover) -> bool:
         """Tell whether a later note for the same request has come."""
-        last = self._recent.get(note.request_id)
+        last = self._recent.get((note.request_id, note.room))
         return last is not None and last[1] is not note

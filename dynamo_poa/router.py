@@ -194,7 +194,7 @@ class Leg:
             return None
 
         def check() -> None:
-            if handovers.orphaned(trip.request_id):
+            if handovers.orphaned(trip.request_id, trip.room):
                 context.stop_generating()
 
         return asyncio.get_running_loop().call_later(HANDOVER_TIMEOUT_S, check)
@@ -255,6 +255,7 @@ class Leg:
             bootstrap_host=card.bootstrap_host,
             bootstrap_port=card.bootstrap_port,
             attempt=attempt,
+            room=trip.room,
         )
         trip.address(note)
         trip.handover.announce(note)
@@ -268,12 +269,12 @@ class Leg:
         assert trip.handover is not None
         try:
             async with asyncio.timeout(HANDOVER_TIMEOUT_S):
-                note, version = await trip.handover.wait(trip.request_id)
+                note, version = await trip.handover.wait(trip.request_id, trip.room)
         except TimeoutError:
             raise RequestRefused(f"no prefill worker was announced within {HANDOVER_TIMEOUT_S:g} s") from None
         trip.address(note)
         sent = asyncio.ensure_future(send(trip.request, worker))
-        moved = asyncio.ensure_future(trip.handover.wait(trip.request_id, after=version))
+        moved = asyncio.ensure_future(trip.handover.wait(trip.request_id, trip.room, after=version))
         try:
             await asyncio.wait({sent, moved}, return_when=asyncio.FIRST_COMPLETED)
             if sent.done() and isinstance(sent.exception(), AnswerFailed):

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from dynamo_poa.avoid import AvoidList
 from dynamo_poa.clock import Clock
 from dynamo_poa.errors import PoaError
-from dynamo_poa.handover import Handovers, meeting_place
+from dynamo_poa.handover import Handovers, meeting_place, room_of
 from dynamo_poa.values import (
     MAX_ROUTER_TEMPERATURE,
     Booked,
@@ -174,6 +174,7 @@ class Trip:
         "handover",
         "request",
         "request_id",
+        "room",
         "tried",
     )
 
@@ -185,6 +186,7 @@ class Trip:
         self.tried: set[int] = set()  # in vain: another worker comes first
         self._bootstrap: dict[str, Any] = request.get("bootstrap_info") or {}
         self.handover = means.handovers if self._bootstrap else None
+        self.room = room_of(self._bootstrap)  # tells this leg from another of the same id
         means.stats.in_flight[means.role] += 1
 
     async def choose(self, attempt: int) -> WorkerKey:
@@ -273,11 +275,12 @@ class Trip:
         self.release()
         if self.handover is not None:
             if means.role is Role.DECODE:
-                self.handover.forget(self.request_id)
+                self.handover.forget(self.request_id, self.room)
             elif outcome is not Outcome.OK:
                 refused = outcome is Outcome.SHED
                 gone = outcome is Outcome.CANCELLED
-                self.handover.fail(self.request_id, expected=not (self.announced or gone), refused=refused)
+                expected = not (self.announced or gone)
+                self.handover.fail(self.request_id, self.room, expected=expected, refused=refused)
         means.stats.in_flight[means.role] -= 1
         means.stats.ended[means.role, outcome] += 1
         means.events.add(

@@ -100,7 +100,8 @@ class Handover(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Router to routers, on `poa.<namespace>.handover.<router_id>`: where the prefill leg of a request went.
 
     An empty host says that the prefill leg failed; `refused` that Dynamo would not take it. `attempt` is the
-    prefill leg's: engines meet under an id and a room of the attempt's own.
+    prefill leg's: engines meet under an id and a room of the attempt's own. `room` is the frontend's, one for
+    both legs, by which requests under one id are told apart; routers of an earlier release say none.
     """
 
     version: int = VERSION
@@ -111,6 +112,7 @@ class Handover(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     bootstrap_port: int
     refused: bool = False
     attempt: int = 1
+    room: int | None = None
 
 
 class Cards(msgspec.Struct, frozen=True, kw_only=True):

@@ -19,9 +19,14 @@ from dynamo_poa.handover import (
 from dynamo_poa.wire import Handover
 
 
-def note(request_id: str = "r", worker_id: int = 1, port: int = 7001) -> Handover:
+def note(request_id: str = "r", worker_id: int = 1, port: int = 7001, room: int | None = None) -> Handover:
     return Handover(
-        request_id=request_id, worker_id=worker_id, dp_rank=0, bootstrap_host="127.0.0.1", bootstrap_port=port
+        request_id=request_id,
+        worker_id=worker_id,
+        dp_rank=0,
+        bootstrap_host="127.0.0.1",
+        bootstrap_port=port,
+        room=room,
     )
 
 
@@ -133,7 +138,7 @@ async def test_a_leg_that_waits_is_woken_however_many_notes_came_meanwhile() -> 
 
 
 def test_a_note_is_read_by_routers_of_the_release_before_and_theirs_by_us() -> None:
-    """Replicas are replaced one by one: `attempt` came later, a note without one is of the first."""
+    """Replicas are replaced one by one: `attempt` and `room` came later."""
 
     class Before(msgspec.Struct, array_like=True):
         version: int
@@ -146,8 +151,42 @@ def test_a_note_is_read_by_routers_of_the_release_before_and_theirs_by_us() -> N
 
     before = Before(1, "r", 1, 0, "127.0.0.1", 7001, False)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(before), type=Handover) == note()
-    ours = msgspec.msgpack.encode(msgspec.structs.replace(note(), attempt=2))
+    ours = msgspec.msgpack.encode(msgspec.structs.replace(note(room=2**64 - 1), attempt=2))
+    assert msgspec.msgpack.decode(ours, type=Handover).room == 2**64 - 1
     assert msgspec.msgpack.decode(ours, type=Before) == before
+
+
+async def test_notes_of_two_requests_under_one_id_are_told_apart_by_their_room() -> None:
+    """The frontend sends a request again when its router has died. Source: host, migration.rs."""
+    wire = Wire()
+    first = HandoverChannel(wire, "poa", "router-0", SystemClock()).table()
+    second = HandoverChannel(wire, "poa", "router-1", SystemClock()).table()
+    first.fail("r", 41)
+    second.announce(note(room=42))
+    first.announce(note(room=41, worker_id=2, port=7002))
+    await asyncio.sleep(0)
+    first.fail("r", 41)
+    await asyncio.sleep(0)
+    for table in (first, second):
+        assert await table.wait("r", 42) == (note(room=42), 1)
+        with pytest.raises(HandoverFailed):
+            await table.wait("r", 41)
+        table.forget("r", 41)
+        assert await table.wait("r", 42) == (note(room=42), 1)
+
+
+async def test_the_legs_meet_where_the_other_router_is_of_an_earlier_release() -> None:
+    """It says no room: what it says is taken until something of the own room comes."""
+    wire = Wire()
+    table = HandoverChannel(wire, "poa", "router-0", SystemClock()).table()
+    waiting = asyncio.ensure_future(table.wait("r", 42))
+    await asyncio.sleep(0)
+    await wire.publish("poa.poa.handover.router-9", msgspec.msgpack.encode(note()))
+    assert await asyncio.wait_for(waiting, 1.0) == (note(), 1)
+    table.announce(note(room=42, worker_id=2, port=7002))
+    assert await table.wait("r", 42, after=1) == (note(room=42, worker_id=2, port=7002), 2)
+    table.forget("r", 42)
+    assert len(table) == 0
 
 
 class Wire:

@@ -630,7 +630,7 @@ async def test_a_decode_leg_is_sent_the_address_of_its_prefill_worker_and_binary
         }
         asked = bench.requester.ask(id="both", bootstrap_info=info)
         await eventually(lambda: bench.chosen())
-        handovers.announce(_note("both", 7001))
+        handovers.announce(_note("both", 7001, 2**63 + 5))
         assert await asked.whole() == b"".join(ANSWER)
         await bench.at_rest()
         (request,) = bench.workers[A].requests
@@ -726,9 +726,14 @@ async def test_a_prefill_leg_whose_decode_leg_never_comes_is_stopped(monkeypatch
         assert bench.outcomes() == [Outcome.CANCELLED]
 
 
-def _note(request_id: str, port: int) -> Handover:
+def _note(request_id: str, port: int, room: int = 1) -> Handover:
     return Handover(
-        request_id=request_id, worker_id=A, dp_rank=0, bootstrap_host="10.0.0.1", bootstrap_port=port
+        request_id=request_id,
+        worker_id=A,
+        dp_rank=0,
+        bootstrap_host="10.0.0.1",
+        bootstrap_port=port,
+        room=room,
     )
 
 

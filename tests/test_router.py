@@ -388,7 +388,9 @@ BOOTSTRAP = {
     "bootstrap_room": 42,
     "handoff_id": b"\x00" * 16,
 }
-NOTE = Handover(request_id="r1", worker_id=A, dp_rank=0, bootstrap_host="127.0.0.1", bootstrap_port=7001)
+NOTE = Handover(
+    request_id="r1", worker_id=A, dp_rank=0, bootstrap_host="127.0.0.1", bootstrap_port=7001, room=42
+)
 
 
 async def test_both_legs_meet_at_the_prefill_worker_that_was_chosen() -> None:
@@ -519,6 +521,28 @@ async def test_a_prefill_engine_that_fails_is_tried_again_elsewhere_under_anothe
     assert prefill.pool.sent[-1][1]["bootstrap_info"] == moved
     assert decode.pool.sent[-1][1]["bootstrap_info"] == moved
     assert prefill.pool.open_bookings() == decode.pool.open_bookings() == []
+
+
+async def test_a_request_sent_again_under_its_id_meets_its_own_prefill_leg() -> None:
+    """After its router has died the frontend sends it again; the first prefill leg then fails, or moves."""
+    handovers = Handovers()
+    first, again = Bench(Role.PREFILL, handovers), Bench(Role.PREFILL, handovers)
+    decode = Bench(Role.DECODE, handovers)
+    first.pool.workers, again.pool.workers = [A], [B]
+    first.pool.before_first = again.pool.before_first = decode.pool.before_first = asyncio.Event().wait
+    old = asyncio.ensure_future(anext(first.generate(bootstrap_info={**BOOTSTRAP})))
+    info = {**BOOTSTRAP, "bootstrap_room": 43}
+    legs = [asyncio.ensure_future(anext(bench.generate(bootstrap_info=info))) for bench in (again, decode)]
+    await asyncio.sleep(0.01)
+    old.cancel()  # its failure is told to both legs of the first time, of which one is left
+    await asyncio.sleep(0.01)
+    assert not any(leg.done() for leg in legs)
+    assert [request["bootstrap_info"] for _, request in decode.pool.sent] == [
+        {**info, "bootstrap_port": 7002}
+    ]
+    for leg in legs:
+        leg.cancel()
+    await asyncio.gather(old, *legs, return_exceptions=True)
 
 
 async def test_a_prefill_engine_that_fails_late_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -719,7 +743,7 @@ async def test_a_prefill_leg_whose_decode_leg_never_comes_is_stopped(
     stream = bench.leg.generate({"token_ids": [1], "bootstrap_info": {**BOOTSTRAP}}, context)
     await anext(stream)
     if decode_came:
-        await handovers.wait("r1")
+        await handovers.wait("r1", 42)
     await asyncio.sleep(0.05)
     assert context.stopped is not decode_came
     await stream.aclose()
