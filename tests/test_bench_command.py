@@ -207,6 +207,8 @@ def test_a_person_gets_a_line_and_status_2_for_what_there_is_not(tmp_path: Path)
     """Issue, bad input: an unknown suite or baseline (the list); nothing is written."""
     out, bad = tmp_path / "out", tmp_path / "bad.jsonl"
     bad.write_text("{\n")
+    one = tmp_path / "one.jsonl"
+    one.write_text('{"timestamp": 0, "input_length": 1, "output_length": 1, "hash_ids": [0]}\n')
     for words, said in (
         (("nope", "--out", str(out)), "error: suite 'nope': must be one of paper-1, paper-2, paper-3"),
         (
@@ -217,6 +219,10 @@ def test_a_person_gets_a_line_and_status_2_for_what_there_is_not(tmp_path: Path)
         (
             ("workloads", "--out", str(out), "--trace", str(bad)),
             f"error: trace {bad}: 1 of 1 lines are bad (100.00%): must be <= 1%",
+        ),
+        (
+            ("workloads", "--out", str(out), "--trace", str(one)),
+            f"error: --trace {one}: holds 1 request: must hold 2, one in each half",
         ),
         (
             ("smoke", "--out", str(out), "--trace", str(bad)),

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -172,6 +173,26 @@ def test_a_request_that_dynamo_forgets_is_no_smaller_sample(monkeypatch: pytest.
     result = replayed.run(cell(requests=20))
     assert (result.state, result.figures) == ("failed", {})
     assert result.reason == "Dynamo told of 19 requests, not of all 20 that were asked"
+
+
+@pytest.mark.parametrize(
+    ("left", "why"),
+    [(lambda data: data[:-9], "Input data was truncated"), (lambda _: b"{}\n", "Object missing required")],
+)
+def test_a_record_that_cannot_be_read_fails_its_cell_alone(
+    monkeypatch: pytest.MonkeyPatch, left: Callable[[bytes], bytes], why: str
+):
+    """Cut short by a full disk, or by a Dynamo that writes other ones: the other cells go on."""
+    replay = dynamo_host.replay_trace
+
+    def cut(source: Path, target: Path, **rest: Any) -> None:
+        replay(source, target, **rest)
+        target.write_bytes(left(target.read_bytes()))
+
+    monkeypatch.setattr(dynamo_host, "replay_trace", cut)
+    result = replayed.run(cell(requests=20))
+    assert (result.state, result.figures) == ("failed", {})
+    assert result.reason.startswith(f"a record of Dynamo's cannot be read: {why}")
 
 
 POOL = """

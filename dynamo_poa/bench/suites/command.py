@@ -153,8 +153,11 @@ def _survey(trace: str, suite: str, cells: "Iterable[Cell]") -> None:
         raise ConfigError(
             [f"--trace {trace}: suite {suite!r} replays none: must be of workloads or workloads-live"]
         )
-    if left_out := survey(trace).text:
-        console().print(f"trace {trace}: {left_out}", soft_wrap=True)
+    found = survey(trace)
+    if found.requests < 2:
+        raise ConfigError([f"--trace {trace}: holds {found.requests} request: must hold 2, one in each half"])
+    if found.bad:
+        console().print(f"trace {trace}: {found.text}", soft_wrap=True)
 
 
 async def _until_told(asked: "Asked") -> int:

@@ -194,9 +194,12 @@ def _records(cell: Cell) -> list[_Record]:
         router=router_config(cell.policy),
         users=cell.load.users if isinstance(cell.load, Closed) else None,
     )
-    with target.open("rb") as file:
-        decode = msgspec.json.Decoder(_Record).decode
-        records = [decode(line) for line in file]
+    try:
+        with target.open("rb") as file:
+            decode = msgspec.json.Decoder(_Record).decode
+            records = [decode(line) for line in file]
+    except msgspec.MsgspecError as error:  # another Dynamo, or no room for all of it
+        raise MeasurementError(f"a record of Dynamo's cannot be read: {error}") from error
     if len(records) != asked:
         raise MeasurementError(f"Dynamo told of {len(records)} requests, not of all {asked} that were asked")
     return records
