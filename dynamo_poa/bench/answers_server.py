@@ -2,11 +2,13 @@
 
 Owns: what an answer consists of and when each chunk is sent. Prints its port, then serves until killed.
 Does not own: what is measured with it (client.py).
+Invariant: it ends with whoever started it, however that ends.
 Source: chunks as Dynamo 1.4.2's frontend sends them, one packet each, with the chosen workers in each.
 """
 
 import argparse
 import asyncio
+import ctypes
 import signal
 import sys
 from typing import cast
@@ -21,6 +23,7 @@ _CHUNK = (
     b'"decode_worker_id":16978310938698329940,"decode_dp_rank":0}}}\n\n'
 )
 _DONE = b"data: [DONE]\n\n"
+_PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
 def _framed(data: bytes) -> bytes:
@@ -70,6 +73,7 @@ def main() -> None:
     parser.add_argument("interval_s", type=float)
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     uvloop.run(_serve(arguments.chunks, arguments.interval_s))
 
 

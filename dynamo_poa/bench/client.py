@@ -28,6 +28,7 @@ CHUNKS = 33
 INTERVAL_S = 0.01
 GOAL_RPS, GOAL_CHUNKS_PER_S, GOAL_LAG_MS = 300.0, 10_000.0, 20.0
 WARM_UP_S = 2.0
+START_S = 10.0
 
 
 def measure(seconds: float, say: Callable[[str], None]) -> Figure:
@@ -94,9 +95,10 @@ async def _server(cores: list[int]) -> AsyncIterator[int]:
     process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
     try:
         assert process.stdout is not None
-        port = int(await asyncio.wait_for(process.stdout.readline(), 10.0) or 0)
-        if not port:
-            raise MeasurementError("the server of answers did not start")
+        try:
+            port = int(await asyncio.wait_for(process.stdout.readline(), START_S))
+        except (TimeoutError, ValueError) as error:
+            raise MeasurementError("the server of answers did not start") from error
         os.sched_setaffinity(process.pid, cores)
         yield port
     finally:
