@@ -21,7 +21,7 @@ from bench_results import (
 
 from dynamo_poa.bench.suites import arranged, baselines, results_doc, summary, tables
 from dynamo_poa.bench.suites.canvas import looks, ticks
-from dynamo_poa.bench.suites.cells import Fleet, Phase, Point, Policy, Result
+from dynamo_poa.bench.suites.cells import Fleet, Phase, Point, Policy, Result, Stall
 from dynamo_poa.bench.suites.paired import Comparison
 from dynamo_poa.bench.suites.paper_figures import CLAIMS, Claim
 from dynamo_poa.bench.suites.reproduced import NOT_MEASURED, Answer, answer
@@ -246,6 +246,54 @@ def test_a_p99_says_of_how_many_requests_it_is() -> None:
     """A P99 of a few is their slowest."""
     few = [flat(DEFAULT, seed, ttft_p99_s=1.0, requests=60.0 + seed) for seed in SEEDS]
     assert "A cell's P99 is of 61 requests or more; of a hundred" in summary.markdown(stamp(cells=3), few)
+
+
+def test_a_report_says_what_its_fleets_were() -> None:
+    """Names leave most of it out: the paper's fleets have a batch that was chosen for where their knee is."""
+    fleet = Fleet(
+        name="1P/5D",
+        prefill=1,
+        decode=5,
+        speedup=0.1,
+        max_num_batched_tokens=1024,
+        kv_blocks=640,
+        host_blocks=4096,
+    )
+    stalling = msgspec.structs.replace(
+        SLOW_FLEET,
+        stall=Stall(role="decode", number=0, stall_s=2.0, period_s=6.0),
+        routers=2,
+        replica_sync=True,
+    )
+    results = [result(cell(fleet=one)) for one in (fleet, stalling)]
+    rows = [[field.main for field in row] for row in tables.fleets(results).rows]
+    assert rows == [
+        [
+            "1P/5D",
+            "1P/5D",
+            "the engine's own, speed 0.1",
+            "1,024 tokens, 256 requests",
+            "640 blocks of 16 tokens",
+            "4,096 blocks",
+            "1",
+            "-",
+        ],
+        [
+            "2P/4D, one 5x slow",
+            "2P/4D",
+            "the engine's own, speed 1",
+            "8,192 tokens, 256 requests",
+            "16,384 blocks of 16 tokens",
+            "-",
+            "2 synchronised",
+            "decode-3 5x slower, decode-0 stalls 2 s in 6",
+        ],
+    ]
+    for text in (
+        summary.markdown(stamp(cells=2), results),
+        results_doc.markdown([contents("hetero", results)]),
+    ):
+        assert "| 1P/5D | 1P/5D | the engine's own, speed 0.1 | 1,024 tokens, 256 requests |" in text
 
 
 def test_a_sweep_in_phases_is_told_load_by_load() -> None:

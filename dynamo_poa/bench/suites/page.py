@@ -86,6 +86,7 @@ def page(stamp: Stamp, results: Sequence[Result]) -> str:
         ("plots", "Plots", "".join(map(_figure, drawn)) or "<p>No cells with data to draw.</p>"),
         ("groups", "Group by group", _groups(results)),
         ("missing", "What is missing", _lost([table for table in lost if table is not None])),
+        ("fleets", "Fleets", _table(tables.fleets(results), titled=False)),
         (
             "stamp",
             "Build stamp",

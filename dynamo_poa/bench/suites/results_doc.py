@@ -164,6 +164,7 @@ def _suite(contents: Contents) -> Iterator[str]:
     yield f"{tables.counted(contents.stamp, results)}. " + " ".join(verdicts(results))
     shown = [*tables.headlines(results), *(table for table in tables.groups(results) if table.leading)]
     shown += [*tables.split_tables(results), *tables.absolutes(results)]
+    shown.append(tables.fleets(results))
     shown += [lost for lost in (tables.failures(results), tables.problems(results)) if lost is not None]
     for table in shown:
         yield _commanded(table, 3, text)

@@ -37,7 +37,7 @@ def markdown(stamp: Stamp, results: Sequence[Result]) -> str:
     for lost in (tables.failures(results), tables.problems(results)):
         if lost is not None:
             parts.append(of_table(lost, 2, most=MOST_PROBLEMS))
-    parts.append(of_table(tables.stamp_table(stamp), 2))
+    parts += [of_table(tables.fleets(results), 2), of_table(tables.stamp_table(stamp), 2)]
     return "\n\n".join(parts) + "\n"
 
 

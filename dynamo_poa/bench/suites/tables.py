@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from dynamo_poa.bench.suites import arranged, baselines
-from dynamo_poa.bench.suites.cells import Result, Stamp
+from dynamo_poa.bench.suites.cells import Fleet, Result, Stamp
 from dynamo_poa.bench.suites.paired import Comparison, Interval, typical
 from dynamo_poa.bench.suites.standing import COMPARED, LEADING, by_group, cached, percent, standings
 from dynamo_poa.serve.show import UNKNOWN
@@ -290,6 +290,44 @@ def stamp_table(stamp: Stamp) -> Table:
         title="Build stamp",
         columns=("what", "value"),
         rows=tuple((Text(name), Text(value)) for name, value in facts.items()),
+    )
+
+
+def fleets(results: Sequence[Result]) -> Table:
+    """Return what each fleet's workers were: names leave most of it out, and figures are of it all."""
+    found = sorted({result.cell.fleet for result in results}, key=lambda fleet: fleet.name)
+    note = "Workers are Dynamo's mock engine. Speed: the engine's over that of the GPU it simulates."
+    if any(result.cell.suite.startswith("paper-") for result in results):
+        note += " The batch was chosen so that these fleets saturate within the paper's range of users."
+    return Table(
+        title="Fleets",
+        columns=(
+            "fleet",
+            "workers",
+            "timing",
+            "batch",
+            "KV cache",
+            "host tier",
+            "routers",
+            "unlike the others",
+        ),
+        rows=tuple(tuple(map(Text, (fleet.name, fleet.topology, *_worker(fleet)))) for fleet in found),
+        note=note,
+    )
+
+
+def _worker(fleet: Fleet) -> tuple[str, ...]:
+    odd = [f"{one.role}-{one.number} {one.factor:g}x slower" for one in fleet.slow]
+    if stall := fleet.stall:
+        odd.append(f"{stall.role}-{stall.number} stalls {stall.stall_s:g} s in {stall.period_s:g}")
+    timing = fleet.profile or "the engine's own"
+    return (
+        f"{timing}, speed {fleet.speedup:g}",
+        f"{fleet.max_num_batched_tokens:,} tokens, {fleet.max_num_seqs:,} requests",
+        f"{fleet.kv_blocks:,} blocks of {fleet.block_tokens} tokens",
+        f"{fleet.host_blocks:,} blocks" if fleet.host_blocks else UNKNOWN,
+        f"{fleet.routers}" + " synchronised" * fleet.replica_sync,
+        ", ".join(odd) or UNKNOWN,
     )
 
 
