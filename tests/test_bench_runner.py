@@ -1,6 +1,7 @@
 """The order of cells, and what a failure, a death, a full disk and Ctrl-C cost: fake engines, real store."""
 
 import asyncio
+import gc
 import os
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -200,6 +201,36 @@ async def test_a_pool_that_cannot_begin_fails_its_cells_and_the_run_goes_on() ->
         ("failed", "the simulator's process died"),
         ("done", ""),
     ]
+
+
+class Endless(Executor):
+    """A pool whose one job goes on until somebody ends it."""
+
+    def __init__(self) -> None:
+        self.job: Future[Result] = Future()
+
+    def submit(self, *_: object, **__: object) -> Future[Result]:
+        self.job.set_running_or_notify_cancel()
+        return self.job
+
+
+async def test_processes_that_die_of_the_signal_that_ends_the_run_say_nothing_more() -> None:
+    """Found in review: SIGTERM to a whole group ended in a traceback of a future nobody had asked."""
+    pool, said = Endless(), list[str]()
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: said.append(context["message"]))
+    under_way = asyncio.create_task(results_of([cell()], engines(pool=lambda width: pool)))
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert pool.job.running()
+    under_way.cancel()
+    await asyncio.wait([under_way])
+    assert under_way.cancelled()
+    pool.job.set_exception(BrokenProcessPool("killed"))
+    for _ in range(3):
+        await asyncio.sleep(0)
+    del under_way, pool.job  # a future complains when it goes
+    gc.collect()
+    assert said == []
 
 
 async def test_a_graph_that_died_is_given_up_after_two_cells_and_the_others_go_on() -> None:

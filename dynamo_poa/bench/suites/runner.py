@@ -141,7 +141,12 @@ async def _through_pool(cells: Sequence[Cell], width: int, engines: Engines, kee
                     running[asyncio.wrap_future(job)] = left.popleft()
                 if not running:
                     break
-                ended, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                try:
+                    ended, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                except asyncio.CancelledError:
+                    for job_left in running:  # how they end, or die of the same signal, is no longer asked
+                        job_left.cancel()
+                    raise
                 for job_ended in ended:
                     cell = running.pop(job_ended)
                     try:
