@@ -259,24 +259,31 @@ class Request:
         changes: Mapping[str, object] | None = None,
         *,
         subject: str | None = None,
+        name: str | None = None,
     ) -> bytes:
         """Return the frame for another instance, whose answer is to come back to `address`.
 
-        Every byte stays but the path's (in the headers too), the address's, the subject's where one is given,
-        and those of the fields changed.
+        Every byte stays but the path's (in the headers too), the address's, the subject's and the id's where
+        one is given, and those of the fields changed.
 
         Args:     path: `<instance id in hex>/<endpoint>`.  changes: whole fields of the body, new ones too.
                   subject: what the answer's handshake is to name instead.
+                  name: the request's id for that instance, instead.
         """
         frame = self.frame
         info = self._info.replace(_json(self.address), _json(address))
+        around, headers = self._around_info, bytes(frame.headers)
         if subject is not None:
             info = info.replace(_json(self.subject), _json(subject))
-        control = _json(info.decode()).join(self._around_info)
+        if name is not None:
+            old, new = _json(self.id), _json(name)
+            info, headers = info.replace(old, new), headers.replace(old, new)
+            around = around[0].replace(old, new), around[1].replace(old, new)
+        control = _json(info.decode()).join(around)
         body: bytes | memoryview = frame.payload[self._body_at :]
         if changes:
             body = msgspec.msgpack.encode({**self._fields, **changes})
-        headers = bytes(frame.headers).replace(_PATH_KEY + _json(frame.path), _PATH_KEY + _json(path), 1)
+        headers = headers.replace(_PATH_KEY + _json(frame.path), _PATH_KEY + _json(path), 1)
         return request_frame(path, headers, two_part(control, body))
 
 

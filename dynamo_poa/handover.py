@@ -26,12 +26,12 @@ from dynamo_poa.wire import Handover, subject
 
 log = structlog.get_logger(__name__)
 
-RESEND_S, RESEND_PAUSE_S = 10.0, 0.1
+RESEND_S, RESEND_PAUSE_S = 20.0, 0.1  # for as long as a decode leg waits
 # After a reconnect: the other routers reconnect within half a second to two of each other, and what was sent
 # before they listen again, or into a connection that was dying, is lost. Source: measured, make soak.
 REPEAT_AFTER_S = (0.5, 1.5, 3.0)
 ROOM_SHIFT = 40  # engines take a room's remainder by their ranks for the rank: a change this high keeps it
-KEEP = 20_000  # notes kept for decode legs that have not come yet; the oldest go first
+KEEP = 40_000  # notes kept for decode legs that have not come yet; the oldest go first
 
 
 # What an engine says that would not begin because of its other leg: nothing is wrong with its worker.

@@ -43,7 +43,9 @@ log = structlog.get_logger(__name__)
 
 ATTEMPTS = 2  # the first and one retry
 MOST_ATTEMPTS = 8  # following the prefill leg included: two requests under one id could go on for ever
-HANDOVER_TIMEOUT_S = 10.0  # a decode leg waits so long for the address of its prefill worker
+# A decode leg waits so long for the address of its prefill worker. With several routers that comes over NATS,
+# which `serve` lets pause for up to 10 s when it dies again and again. Source: measured, make soak.
+HANDOVER_TIMEOUT_S = 20.0
 # A decode engine may notice the end of its prefill worker before the prefill leg does, which then moves or
 # fails; after so long it has not noticed, and there is nothing to notice.
 MOVE_S = 2.0

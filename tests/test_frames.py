@@ -192,6 +192,17 @@ def test_an_answer_can_be_asked_for_under_another_subject() -> None:
     assert again.sent_to(request.frame.path, request.address, subject=request.subject) == request.frame.raw
 
 
+def test_a_request_can_be_sent_on_under_another_id() -> None:
+    """In the control, in where the answer goes, and in the headers: nowhere is the old one left."""
+    request = request_in("request_prefill")
+    (frame,) = requests_in(request.sent_to("1/generate", "127.0.0.1:9", name="another"))
+    again = read_request(frame)
+    assert (again.id, again.subject) == ("another", request.subject)
+    assert request.id.encode() in request.frame.raw
+    assert request.id.encode() not in frame.raw
+    assert again.sent_to(request.frame.path, request.address, name=request.id) == request.frame.raw
+
+
 def test_what_is_sent_on_says_the_new_things_and_the_old() -> None:
     """Unsigned 64-bit and binary values survive in changed fields, and a field can be added."""
     changes = {"routing": {"prefill_worker_id": 2**64 - 1, "dp_rank": 3}, "extra": b"\x00\xff"}

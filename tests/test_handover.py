@@ -10,6 +10,7 @@ from dynamo_poa.clock import ManualClock, SystemClock
 from dynamo_poa.errors import BusError, RequestShed
 from dynamo_poa.handover import (
     KEEP,
+    RESEND_S,
     HandoverChannel,
     HandoverFailed,
     Handovers,
@@ -125,7 +126,7 @@ async def test_notes_nobody_comes_for_are_bounded() -> None:
 
 
 async def test_a_leg_that_waits_is_woken_however_many_notes_came_meanwhile() -> None:
-    """At 2,000 requests a second others' notes fill the table in the 10 s a decode leg may wait."""
+    """At 2,000 requests a second others' notes fill the table in the 20 s a decode leg may wait."""
     handovers = Handovers()
     waiting = asyncio.ensure_future(handovers.wait("r"))
     await asyncio.sleep(0)
@@ -295,7 +296,7 @@ async def test_notes_that_nobody_heard_are_repeated_after_a_reconnect() -> None:
     second = HandoverChannel(wire, "poa", "router-1", clock).table()
     wire.deaf = True
     first.announce(note("old"))
-    await clock.advance(9.0)
+    await clock.advance(RESEND_S - 1.0)
     first.announce(note("r", worker_id=1))
     first.announce(note("r", worker_id=2, port=7002))
     wire.connected[0]()

@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+import uuid
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,7 @@ from dynamo_poa.errors import WorkerUnreachable
 from dynamo_poa.frames import control, error_answer, handshake, prologue, two_part
 from dynamo_poa.handover import Handovers
 from dynamo_poa.relay_answers import HIGH_WATER_BYTES
-from dynamo_poa.relay_call import CUT_OFF
+from dynamo_poa.relay_call import CUT_OFF, engine_id
 from dynamo_poa.values import Outcome, Role
 from dynamo_poa.wire import Handover
 
@@ -635,6 +636,37 @@ async def test_a_decode_leg_is_sent_the_address_of_its_prefill_worker_and_binary
         await bench.at_rest()
         (request,) = bench.workers[A].requests
         assert request.get("bootstrap_info") == {**info, "bootstrap_host": "10.0.0.1", "bootstrap_port": 7001}
+
+
+ID = "b057c415-c246-429f-80b1-1611cecde96f"
+PLACE = {"bootstrap_room": 7, "handoff_id": bytes(range(16))}
+
+
+def test_both_legs_of_a_try_have_one_id_at_the_engines_and_each_try_has_its_own() -> None:
+    """A worker that still clears up after the first try would end the second with it."""
+    first, again = engine_id(ID, PLACE, "a" * 36), engine_id(ID, {**PLACE, "bootstrap_room": 8}, "a" * 36)
+    assert engine_id(ID, {**PLACE, "handoff_id": list(range(16)), "bootstrap_port": 1}, "b" * 36) == first
+    assert len({ID, first, again, engine_id(ID, {**PLACE, "handoff_id": bytes(16)}, "a" * 36)}) == 4
+    assert {name[:24] for name in (first, again)} == {ID[:24]}
+    assert all(str(uuid.UUID(name)) == name for name in (first, again))
+
+
+def test_without_a_meeting_place_a_try_has_an_id_of_its_own_and_what_is_no_uuid_keeps_its_name() -> None:
+    """Nobody else need know it; a batch's `<id>-0` is the frontend's to name."""
+    subject = str(uuid.uuid4())
+    assert engine_id(ID, None, subject) == ID[:24] + subject[24:]
+    assert engine_id(f"{ID}-0", None, subject) == f"{ID}-0"
+
+
+async def test_an_engine_is_not_sent_the_same_id_twice() -> None:
+    """The frontend sends a request again under its id when its router has died."""
+    async with RelayBench() as bench:
+        for _ in range(2):
+            await bench.requester.ask(id=ID).whole()
+        await bench.at_rest()
+        names = [request.id for of in bench.workers.values() for request in of.requests]
+        assert len({*names, ID}) == 3
+        assert {event.request_id for event in bench.chosen()} == {ID}
 
 
 async def test_a_prefill_leg_that_moves_takes_its_decode_leg_along() -> None:
