@@ -209,6 +209,20 @@ if __name__ == "__main__":
 """
 
 
+INTERRUPTED = """
+import os, signal, time
+from dynamo_poa.bench.suites import replayed
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, lambda *_: None)
+    with replayed.pool(1) as pool:
+        job = pool.submit(os.getpid)
+        time.sleep(0.3)
+        os.killpg(0, signal.SIGINT)
+        print(job.result() != os.getpid())
+"""
+
+
 def test_a_process_dies_with_its_parent_and_leaves_no_file(tmp_path: Path):
     """Found in review: whoever killed a run or a calibration left its processes waiting for ever."""
     (tmp_path / "run.py").write_text(POOL)
@@ -225,6 +239,20 @@ def test_a_process_dies_with_its_parent_and_leaves_no_file(tmp_path: Path):
         time.sleep(0.05)
     assert not _runs(int(worker))
     assert not Path(folder).exists()
+
+
+def test_ctrl_c_while_processes_begin_is_nothing_to_them(tmp_path: Path):
+    """Found in review: a terminal's Ctrl-C in the first second ended in their tracebacks."""
+    (tmp_path / "run.py").write_text(INTERRUPTED)
+    parent = subprocess.run(
+        [sys.executable, str(tmp_path / "run.py")],
+        capture_output=True,
+        text=True,
+        start_new_session=True,
+        timeout=60,
+        check=False,
+    )
+    assert (parent.returncode, parent.stdout, parent.stderr) == (0, "True\n", "")
 
 
 def _runs(pid: int) -> bool:

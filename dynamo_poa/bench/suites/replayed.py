@@ -25,7 +25,8 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -155,6 +156,7 @@ def pool(processes: int = PROCESSES) -> Iterator[ProcessPoolExecutor]:
     spawn = multiprocessing.get_context("spawn")  # Dynamo's threads do not survive a fork
     executor = ProcessPoolExecutor(processes, mp_context=spawn, initializer=_settle, initargs=(os.getpid(),))
     try:
+        _start(executor, processes)
         yield executor
     finally:
         executor.shutdown(cancel_futures=True)
@@ -162,6 +164,17 @@ def pool(processes: int = PROCESSES) -> Iterator[ProcessPoolExecutor]:
             del os.environ["DYN_LOG"]
         else:
             os.environ["DYN_LOG"] = before
+
+
+def _start(executor: ProcessPoolExecutor, processes: int) -> None:
+    """Start the processes with Ctrl-C held back: they need a second until they can be deaf to it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # a new process is born with it
+    try:
+        with suppress(BrokenProcessPool):  # whoever submits a cell is told
+            for _ in range(processes):
+                executor.submit(os.getpid)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _settle(parent: int) -> None:
