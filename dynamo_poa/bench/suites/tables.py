@@ -231,8 +231,8 @@ def problems(results: Sequence[Result]) -> Table | None:
         title="Void and failed cells",
         columns=("state", "policy", "fleet | workload | load", "seed", "reason"),
         rows=tuple(rows),
-        note="Void: the processors were what limited, so the figures say nothing of routing. Failed: there "
-        "are none. Neither is in any table or plot above.",
+        note="Void: this machine's processors were what limited, or the client was late, so the figures say "
+        "nothing of routing. Failed: there are none. Neither is in any other table, nor in a plot.",
     )
 
 
