@@ -274,6 +274,19 @@ def test_the_list_has_every_suite_with_engine_cells_and_time() -> None:
     )
 
 
+def test_where_greek_cannot_be_written_the_rest_is() -> None:
+    """Found in review: `bench list` ended in a traceback on a Latin-1 terminal, and a run would have."""
+    ended = subprocess.run(
+        [sys.executable, "-c", "from dynamo_poa.serve.cli import main; main()", "bench", "list"],
+        env={**os.environ, "PYTHONIOENCODING": "latin-1"},
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
+    assert (ended.returncode, ended.stderr) == (0, b"")
+    assert b"16 settings of ? and ? below" in ended.stdout
+
+
 def test_a_suite_is_run_interrupted_gone_on_with_and_reported(tmp_path: Path) -> None:
     """The real simulator: Ctrl-C ends with 130 and keeps cells; the rest is run later; a page is written."""
     words = ("bench", "run", "smoke", "--out", str(tmp_path), "--only", "2P/4D,32 users")

@@ -10,6 +10,7 @@ import asyncio
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from io import TextIOWrapper
 from typing import Annotated, Any
 
 import typer
@@ -137,10 +138,13 @@ def dynamo_main() -> None:
 
 def main() -> None:
     """Run `dynamo-poa`."""
-    from dynamo_poa.bench import demo
-    from dynamo_poa.bench.suites import calibrate_command
-    from dynamo_poa.bench.suites import command as bench
-    from dynamo_poa.serve import commands
+    try:
+        from dynamo_poa.bench import demo
+        from dynamo_poa.bench.suites import calibrate_command
+        from dynamo_poa.bench.suites import command as bench
+        from dynamo_poa.serve import commands
+    except KeyboardInterrupt:  # they take a second
+        sys.exit(_INTERRUPTED)
 
     app = _app("Adaptive routing for NVIDIA Dynamo: serve a graph, watch it, steer it.")
     commands.register(app)
@@ -151,6 +155,9 @@ def main() -> None:
 
 
 def _run(app: Callable[..., object]) -> None:
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):  # τ is a ? rather than an error where it cannot be written
+            stream.reconfigure(errors="replace")
     try:
         status = app(standalone_mode=False)  # so that its errors are told as ours are
     except _UsageError as error:
