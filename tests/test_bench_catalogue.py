@@ -10,7 +10,7 @@ from dynamo_poa.bench.suites import baselines, profiles, replayed
 from dynamo_poa.bench.suites.catalogue import SUITES, Options, chosen, estimated_s, suite
 from dynamo_poa.bench.suites.cells import Cell
 from dynamo_poa.bench.suites.live import first_phase
-from dynamo_poa.bench.suites.live_graphs import plan_of
+from dynamo_poa.bench.suites.live_graphs import plan_of, watches
 from dynamo_poa.errors import ConfigError
 from dynamo_poa.workloads.arrivals import Closed
 from dynamo_poa.workloads.stream import MAX_PHASE, requests
@@ -115,8 +115,23 @@ def test_hetero_has_every_variant_of_the_issue(cells: dict[str, tuple[Cell, ...]
     assert len(fleets) == 10
     for slot in slots(cells["hetero"], "live"):
         names = {one.policy.name for one in slot}
-        several = {"least-loaded", "kv", "kv decay", "ours off", "ours active"}
-        assert names == (several if slot[0].fleet.routers > 1 else {policy.name for policy in baselines.LIVE})
+        assert (
+            names
+            == {
+                1: {policy.name for policy in baselines.LIVE},
+                2: {"least-loaded", "kv", "kv decay", "ours off", "ours active"},
+                4: {"kv", "ours active"},
+            }[slot[0].fleet.routers]
+        )
+
+
+def test_the_graphs_of_a_block_fit_into_the_kernels_usual_inotify_limit(
+    cells: dict[str, tuple[Cell, ...]],
+) -> None:
+    """128 for each user on most systems: a graph beyond it would never see its workers."""
+    for slot in slots(cells["hetero"], "live"):
+        plans = {one.policy.name: plan_of(one.fleet, one.policy, 20.0) for one in slot}
+        assert sum(map(watches, plans.values())) <= 128
 
 
 def test_a_stalling_worker_is_measured_over_whole_periods(cells: dict[str, tuple[Cell, ...]]) -> None:

@@ -2,11 +2,14 @@
 
 import pytest
 
-from dynamo_poa.bench.suites.cells import Fleet, Policy, SlowWorker, Stall
-from dynamo_poa.bench.suites.live_graphs import frontend_ports, plan_of, process_of
+from dynamo_poa.bench.suites.cells import Cell, Fleet, Policy, SlowWorker, Stall
+from dynamo_poa.bench.suites.live import Block
+from dynamo_poa.bench.suites.live_graphs import frontend_ports, plan_of, process_of, watches
 from dynamo_poa.config import ControllerConfig, RouterConfig
 from dynamo_poa.errors import ConfigError
 from dynamo_poa.serve.plan import Plan
+from dynamo_poa.workloads.arrivals import Closed
+from dynamo_poa.workloads.synthetic import Paper
 
 AGGREGATED = Fleet(name="4A", prefill=0, decode=4, speedup=0.5, kv_blocks=512)
 DISAGGREGATED = Fleet(name="1P/2D", prefill=1, decode=2, speedup=0.5)
@@ -181,3 +184,28 @@ def test_what_cannot_be_served_is_refused(fleet: Fleet, policy: Policy, problem:
     with pytest.raises(ConfigError) as refused:
         plan_of(fleet, policy, 20)
     assert refused.value.problems == (problem,)
+
+
+def test_a_graphs_watches_of_discovery_are_those_of_its_routers_frontends_and_controller() -> None:
+    """Beyond the kernel's limit a process sees no worker, and says nothing of it."""
+    fleet = Fleet(name="4 routers", prefill=2, decode=4, routers=4)
+    assert watches(plan_of(fleet, Policy(name="kv"), 20)) == 4 * 8
+    assert watches(plan_of(fleet, OURS, 20)) == 4 * 8 + 8 + 4
+
+
+async def test_a_graph_beyond_the_kernels_watches_is_refused_by_the_limits_name() -> None:
+    """Its cells fail at once with what to set; it does not time out, and takes nothing from the others."""
+    async with Block(AGGREGATED, (OURS,), most=19) as block:
+        cell = Cell(
+            suite="test",
+            engine="live",
+            fleet=AGGREGATED,
+            content=Paper(),
+            load=Closed(users=1),
+            policy=OURS,
+            seed=1,
+            seconds=1.0,
+        )
+        result = await block.run(cell)
+    assert (result.state, result.figures) == ("failed", {})
+    assert "fs.inotify.max_user_instances = 19: must be >= 20" in result.reason

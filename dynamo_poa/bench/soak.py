@@ -17,10 +17,10 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -267,6 +267,14 @@ def _total(counts: dict[Series, float], name: str) -> float:
     return sum(value for series, value in counts.items() if series.name == name)
 
 
+async def _terminable(run: Coroutine[Any, Any, Seen]) -> Seen:
+    """Cancel the run at SIGTERM, so that its servers stop; uvloop drops what a handler raises."""
+    this = asyncio.current_task()
+    assert this is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, this.cancel)
+    return await run
+
+
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="dynamo_poa.bench.soak", description="Load while processes end")
     parser.add_argument("--minutes", type=float, default=20.0, help="how long (20)")
@@ -293,7 +301,6 @@ def main(argv: list[str] | None = None) -> int:
     """Soak, print, write; return 1 when a goal was not reached."""
     arguments = _arguments(argv)
     configure_logging("error")
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that servers are stopped
     console = Console(width=None if sys.stdout.isatty() else 140)
 
     def say(line: str) -> None:
@@ -307,10 +314,13 @@ def main(argv: list[str] | None = None) -> int:
 
         run = soak(arguments.minutes, arguments.seed, arguments.data_path, arguments.only, say, emit)
         try:
-            seen: Seen = uvloop.run(run)
+            seen: Seen = uvloop.run(_terminable(run))
         except PoaError as error:
             say(f"ended early: {error}")
             return 1
+        except asyncio.CancelledError:
+            say("ended early: SIGTERM")
+            return 128 + signal.SIGTERM
     failed = failures(seen, ROLES)
     result = figure(seen, failed, ROUTERS if arguments.data_path == "relay" else 0)
     console.print(table((result,), {}))

@@ -23,13 +23,21 @@ from dynamo_poa.bench.report import MeasurementError
 from dynamo_poa.bench.suites import stalls
 from dynamo_poa.bench.suites.cells import Cell, Fleet, NotANumber, Phase, Policy, Result
 from dynamo_poa.bench.suites.live_client import Asked, LiveClient
-from dynamo_poa.bench.suites.live_graphs import frontend_ports, plan_of, process_of, worker_names
+from dynamo_poa.bench.suites.live_graphs import (
+    frontend_ports,
+    most_watches,
+    plan_of,
+    process_of,
+    watches,
+    worker_names,
+)
 from dynamo_poa.bench.suites.live_result import Reading, Span, picks_of, result_of
 from dynamo_poa.bench.suites.live_watch import Watch
 from dynamo_poa.bus import Bus
 from dynamo_poa.clock import Clock, SystemClock
 from dynamo_poa.config import CommonConfig
 from dynamo_poa.errors import BusError, ConfigError, PoaError
+from dynamo_poa.serve.plan import Plan
 from dynamo_poa.serve.supervisor import Running, serve_graph
 from dynamo_poa.workloads import stream
 
@@ -58,12 +66,14 @@ class Block:
         poa_window_s: float = POA_WINDOW_S,
         *,
         clock: Clock | None = None,
+        most: int | None = None,
     ) -> None:
         self.failed: dict[str, str] = {}
         self._fleet, self._policies, self._poa_window_s = fleet, tuple(policies), poa_window_s
         self._clock: Clock = clock or SystemClock()
         self._running: dict[str, Running] = {}
         self._stacks: list[AsyncExitStack] = []
+        self._watches, self._most_watches = 0, most_watches() if most is None else most
         if fleet.stall:
             stalls.check(fleet.stall)
 
@@ -76,6 +86,7 @@ class Block:
             async with room:
                 try:
                     plan = plan_of(self._fleet, policy, self._poa_window_s)
+                    self._watch_too(plan)
                     serving = serve_graph(plan, clock=self._clock)
                     self._running[policy.name] = await stack.enter_async_context(serving)
                     self._stacks.append(stack)
@@ -89,6 +100,21 @@ class Block:
             if not complete:
                 await self._stop()
         return self
+
+    def _watch_too(self, plan: Plan) -> None:
+        """Count a graph's watches of discovery; those beyond the limit would see no worker and time out.
+
+        Raises:  ConfigError.
+        """
+        most, wanted = self._most_watches, self._watches + watches(plan)
+        if most is not None and wanted > most:
+            raise ConfigError(
+                [
+                    f"fs.inotify.max_user_instances = {most}: must be >= {wanted} for the graphs up at once; "
+                    f"sysctl -w fs.inotify.max_user_instances=1024"
+                ]
+            )
+        self._watches = wanted
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
