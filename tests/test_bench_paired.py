@@ -67,6 +67,20 @@ def test_three_seeds_that_agree_in_sign_alone_are_no_difference() -> None:
     assert (found.ratio, found.verdict) == (pytest.approx(0.9), "no difference")
 
 
+@pytest.mark.parametrize(
+    ("ratio", "verdict"), [(0.9949, "better"), (0.9951, "no difference"), (1.0051, "worse")]
+)
+def test_less_than_half_a_percent_is_no_difference_however_sure(ratio: float, verdict: str) -> None:
+    """In virtual time seeds agree to a thousandth; nobody has a use for that."""
+    seeds = {1: 1.0, 2: 2.0, 3: 3.0}
+    found = compare(
+        results("new", {seed: ratio * value for seed, value in seeds.items()}),
+        results("kv", seeds),
+        "ttft_mean_s",
+    )
+    assert (found.ratio, found.verdict) == (pytest.approx(ratio), verdict)
+
+
 def test_equal_results_are_no_difference() -> None:
     """A replay of the same seed gives the same figures: the interval is the point 1."""
     same = {1: 0.3, 2: 0.4, 3: 0.5}

@@ -128,6 +128,18 @@ def test_a_difference_inside_the_noise_is_no_difference() -> None:
     assert compared(None).line == "-"
 
 
+def test_why_a_cell_failed_is_told_in_a_line_without_its_processes_last_words() -> None:
+    """Those are in the file of results, with the paths of whoever ran it."""
+    said = "the graph did not start: not up; last lines:\n  router | /home/somebody"
+    cells = [msgspec.structs.replace(result(cell(OURS, Closed(users=1), 1)), state="failed", figures={})]
+    table = tables.problems([msgspec.structs.replace(one, reason=said) for one in cells])
+    assert table is not None
+    assert table.rows[0][-1].line == "the graph did not start: not up"
+    table = tables.problems([msgspec.structs.replace(one, reason="x" * 1000) for one in cells])
+    assert table is not None
+    assert table.rows[0][-1].line == "x" * tables.REASON_CHARS + " ..."
+
+
 def test_the_headline_counts_verdicts_and_names_the_best() -> None:
     """A policy that was not run everywhere says over how many groups it was."""
     said = headline(workloads())

@@ -22,6 +22,7 @@ from scipy import stats
 from dynamo_poa.bench.suites.cells import Cell, Result
 
 LEAST_SEEDS = 3
+MATERIAL = 0.005  # in virtual time less than that can be outside the noise; it is of no use to anybody
 RESAMPLES = 1999
 CONFIDENCE = 0.95
 ROUNDING = 1e-9  # of sums and logarithms: equal figures are equal
@@ -78,7 +79,8 @@ def compare(results: Iterable[Result], baseline: Iterable[Result], figure: str) 
     is d.
 
     Args:     results, baseline: each of one policy; void and failed ones are passed over.
-    Returns:  `better` or `worse` when the whole interval lies to one side of 1, else `no difference`.
+    Returns:  `better` or `worse` when the whole interval lies to one side of 1 and the ratio is off it by
+              `MATERIAL` at least, else `no difference`.
     """
     ours, theirs = _by_pair(results, figure), _by_pair(baseline, figure)
     both = [pair for pair in ours if pair in theirs]
@@ -108,7 +110,7 @@ def compare(results: Iterable[Result], baseline: Iterable[Result], figure: str) 
     half = half_width(values)
     low, high = math.exp(median - half), math.exp(median + half)
     verdict: Verdict = "no difference"
-    if low > 1 + ROUNDING or high < 1 - ROUNDING:
+    if (low > 1 + ROUNDING or high < 1 - ROUNDING) and abs(math.exp(median) - 1) >= MATERIAL:
         more = figure.rpartition(".")[2] in MORE_IS_BETTER
         verdict = "better" if (low > 1) == more else "worse"
     return msgspec.structs.replace(result, low=low, high=high, verdict=verdict)

@@ -27,6 +27,7 @@ ABSOLUTE = {
     "poa_hat": "PoA-hat",
 }
 SPLIT_FIGURES = ("ttft_mean_s", "itl_p99_s", "e2e_mean_s", "throughput_rps")
+LAST_LINES, REASON_CHARS = "; last lines:", 240
 DETAILED = ("ttft_mean_s", "ttft_p99_s", "throughput_rps")
 
 
@@ -262,7 +263,11 @@ def _summed(results: Sequence[Result], figure: str) -> float:
 
 
 def _seed_and_reason(result: Result) -> tuple[Text, Text]:
-    return Text(str(result.cell.seed)), Text(result.reason or "no reason given")
+    """Return them; what a graph's processes said last is in the file of results, not in a table."""
+    reason = result.reason.partition(LAST_LINES)[0]
+    if len(reason) > REASON_CHARS:
+        reason = reason[:REASON_CHARS] + " ..."
+    return Text(str(result.cell.seed)), Text(reason or "no reason given")
 
 
 def seeds_of(stamp: Stamp, results: Sequence[Result]) -> tuple[int, ...]:
