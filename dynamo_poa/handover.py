@@ -55,6 +55,7 @@ class _Meeting:
     taken: bool = False
     version: int = 0
     waiters: list["asyncio.Future[None]"] = field(default_factory=list)
+    gone: Callable[[], bool] | None = None  # of the decode leg's client, once that leg has come
 
 
 def meeting_place(bootstrap_info: Mapping[str, Any], note: Handover) -> dict[str, Any]:
@@ -144,15 +145,23 @@ class Handovers:
         for key in self._keys(request_id, room):
             self._meetings.pop(key, None)
 
-    async def wait(self, request_id: str, room: int | None = None, *, after: int = 0) -> tuple[Handover, int]:
+    async def wait(
+        self,
+        request_id: str,
+        room: int | None = None,
+        *,
+        after: int = 0,
+        gone: Callable[[], bool] | None = None,
+    ) -> tuple[Handover, int]:
         """Wait for a note newer than version `after`; return it with its version.
 
         The caller sets the time limit.
 
+        Args:    gone: tells whether the decode leg's client has gone.
         Raises:  HandoverFailed when the prefill leg failed, RequestShed when it was refused.
         """
         meetings = [self._meeting(key) for key in self._keys(request_id, room)]
-        meetings[0].taken = True
+        meetings[0].taken, meetings[0].gone = True, gone or meetings[0].gone
         while (version := sum(meeting.version for meeting in meetings)) <= after:
             waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             for meeting in meetings:
@@ -164,6 +173,14 @@ class Handovers:
         if said.note is None:
             raise HandoverFailed(request_id)
         return said.note, version
+
+    def given_up(self, request_id: str, room: int | None = None) -> bool:
+        """Tell whether the decode leg of a request that was announced here is over, or its client has gone.
+
+        False where that leg may be in another process.
+        """
+        meeting = self._meetings.get((request_id, room))
+        return meeting is None or (meeting.gone is not None and meeting.gone())
 
     def orphaned(self, request_id: str, room: int | None = None) -> bool:
         """Tell whether no decode leg has come; False where it may have gone to another process."""

@@ -135,7 +135,7 @@ class Leg:
 
         async def send(request: dict[str, Any], worker: WorkerKey) -> tuple[Any, AsyncIterator[Any]]:
             chunk, stream = await self._pool.send(request, worker, context)
-            if trip.handover is not None and _is_error(chunk):
+            if trip.handover is not None and _is_error(chunk) and not trip.given_up():
                 raise AnswerFailed(worker.worker_id, str(chunk["finish_reason"]))
             return chunk, stream
 
@@ -215,12 +215,14 @@ class Leg:
                 if trip.handover is not None and self._role is Role.PREFILL:
                     await self._announce(trip, worker, attempt)
                 elif trip.handover is not None:
-                    return await self._send_decode(trip, worker, send)
+                    return await self._send_decode(trip, worker, send, context.is_stopped)
                 return await send(trip.request, worker)
             except (WorkerUnreachable, AnswerFailed) as failed:
                 trip.release()
                 if context.is_stopped():
                     raise  # the stream ended because its client has gone: nothing is wrong with the worker
+                if trip.given_up():
+                    raise  # likewise, and the frontend does not stop the prefill leg of its own
                 unreachable, moved = isinstance(failed, WorkerUnreachable), isinstance(failed, _Moved)
                 trip.tried.add(failed.worker_id)
                 if unreachable:
@@ -263,7 +265,7 @@ class Leg:
         trip.handover.announce(note)
         trip.announced = True
 
-    async def _send_decode(self, trip: Trip, worker: WorkerKey, send: Send[T]) -> T:
+    async def _send_decode(self, trip: Trip, worker: WorkerKey, send: Send[T], gone: Callable[[], bool]) -> T:
         """Wait for the prefill worker's address and send, unless the prefill leg moves elsewhere meanwhile.
 
         Raises:   _Moved when it has moved, HandoverFailed when it has failed; else what `send` does.
@@ -271,7 +273,7 @@ class Leg:
         assert trip.handover is not None
         try:
             async with asyncio.timeout(HANDOVER_TIMEOUT_S):
-                note, version = await trip.handover.wait(trip.request_id, trip.room)
+                note, version = await trip.handover.wait(trip.request_id, trip.room, gone=gone)
         except TimeoutError:
             raise RequestRefused(f"no prefill worker was announced within {HANDOVER_TIMEOUT_S:g} s") from None
         trip.address(note)

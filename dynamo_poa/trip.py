@@ -257,6 +257,12 @@ class Trip:
         """Write where and under which id the engines meet to where they look for it."""
         self.request["bootstrap_info"] = meeting_place(self._bootstrap, note)
 
+    def given_up(self) -> bool:
+        """Tell, of a prefill leg that was announced, whether its decode leg wants nothing any more."""
+        if not self.announced or self.handover is None:
+            return False
+        return self.handover.given_up(self.request_id, self.room)
+
     def age_s(self) -> float:
         """Return for how long this leg has been here."""
         return self._means.clock.monotonic_s() - self._started_at_s

@@ -341,3 +341,18 @@ async def test_a_refusal_crosses_over_to_another_router() -> None:
     others.accept(msgspec.msgpack.decode(msgspec.msgpack.encode(sent[0]), type=Handover))
     with pytest.raises(RequestShed):
         await others.wait("r")
+
+
+async def test_a_decode_leg_that_is_over_or_whose_client_has_gone_wants_nothing_any_more() -> None:
+    """Its prefill leg fails then, and is not tried again: the frontend does not stop it."""
+    handovers, gone = Handovers(), False
+    handovers.announce(note("r"))
+    assert handovers.given_up("r") is False  # it may still come
+    assert await handovers.wait("r", gone=lambda: gone) == (note("r"), 1)
+    assert handovers.given_up("r") is False
+    gone = True
+    assert handovers.given_up("r") is True
+    handovers.announce(note("s"))
+    await handovers.wait("s")
+    handovers.forget("s")
+    assert handovers.given_up("s") is True
