@@ -98,6 +98,7 @@ class Handovers:
         """Create the table. `publish` tells other router processes; None when this is the only one."""
         self._publish = publish
         self._meetings: OrderedDict[_Key, _Meeting] = OrderedDict()
+        self._rooms: OrderedDict[str, int | None] = OrderedDict()  # the last of each request id
 
     def announce(self, note: Handover) -> None:
         """Say where the prefill leg went; a later note for the same request replaces the earlier."""
@@ -107,6 +108,9 @@ class Handovers:
 
     def accept(self, note: Handover) -> None:
         """Take an announcement, ours or another router's. An empty host says that the prefill leg failed."""
+        self._rooms[note.request_id] = note.room
+        if len(self._rooms) > KEEP:
+            self._rooms.popitem(last=False)
         meeting = self._meeting((note.request_id, note.room))
         if meeting.version and meeting.note == (note if note.bootstrap_host else None):
             return
@@ -144,6 +148,7 @@ class Handovers:
         """Drop what is known of a request whose decode leg is over."""
         for key in self._keys(request_id, room):
             self._meetings.pop(key, None)
+        self._rooms.pop(request_id, None)
 
     async def wait(
         self,
@@ -173,6 +178,10 @@ class Handovers:
         if said.note is None:
             raise HandoverFailed(request_id)
         return said.note, version
+
+    def lived_before(self, request_id: str, room: int | None) -> bool:
+        """Tell whether the frontend has sent this request before, with another room: its router has died."""
+        return self._rooms.get(request_id, room) != room
 
     def given_up(self, request_id: str, room: int | None = None) -> bool:
         """Tell whether the decode leg of a request that was announced here is over, or its client has gone.

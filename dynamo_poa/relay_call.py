@@ -38,7 +38,9 @@ def engine_id(request_id: str, bootstrap_info: Mapping[str, Any] | None, subject
     """Return what an engine is to call one try at a request: the same on both legs, another for each try.
 
     The frontend sends a request again under its old id when its router has died. A worker that still clears
-    up after the first would end the second with it. The id's first half stays, to be found in logs by.
+    up after the first would end the second with it. Engines that hand over want one id of both legs, of which
+    one may come by stream, under the frontend's: so there only what has lived before is renamed. The id's
+    first half stays, to be found in logs by.
 
     Args:     bootstrap_info: where and under which room the legs of this try meet, the same on both.
               subject: the attempt's own, where nobody else need know.
@@ -111,10 +113,13 @@ class RelayCall:
         if self._attempt is not None:
             self._attempt.leave()
 
-    async def send(self, request: dict[str, Any], worker: WorkerKey, *, again: bool = False) -> bool:
+    async def send(
+        self, request: dict[str, Any], worker: WorkerKey, *, again: bool = False, renamed: bool = False
+    ) -> bool:
         """Send and wait for the first bytes of the answer.
 
         Args:     again: an error instead of a first token is raised, not passed on: it may be tried again.
+                  renamed: the engine is to know the request by an id of its own (`engine_id`).
         Returns:  whether they are a first token, not an error.
         Raises:   WorkerUnreachable, also when the requester has gone meanwhile: then `is_stopped`.
                   AnswerFailed when the other leg's worker is what failed, or, with `again`, for any error
@@ -132,7 +137,8 @@ class RelayCall:
         routing = request.get("routing") or {}
         changes = {name: request[name] for name in CHANGED if name in request}
         changes["routing"] = {**routing, "dp_rank": worker.dp_rank}
-        name = engine_id(self._id, request.get("bootstrap_info"), attempt.subject)
+        own_id = engine_id(self._id, request.get("bootstrap_info"), attempt.subject)
+        name = own_id if renamed else None
         frame = self._request.sent_to(
             address.path, self.answers.address, changes, subject=attempt.subject, name=name
         )

@@ -67,10 +67,13 @@ class Call(Protocol):
         """Ask the worker to end."""
         ...
 
-    async def send(self, request: dict[str, Any], worker: WorkerKey, *, again: bool = False) -> bool:
+    async def send(
+        self, request: dict[str, Any], worker: WorkerKey, *, again: bool = False, renamed: bool = False
+    ) -> bool:
         """Send and wait for the first bytes of the answer, or raise WorkerUnreachable or AnswerFailed.
 
         Args:     again: an error instead of a first token is raised, not passed on.
+                  renamed: the engine is to know the request by an id of its own.
         Returns:  whether they are a first token, not an error.
         """
         ...
@@ -156,7 +159,11 @@ class Leg:
         Raises:  what `generate` does; the call tells its requester.
         """
         trip = Trip(self._means, request, call.id())
-        send = functools.partial(call.send, again=trip.handover is not None)
+        alone = trip.handover is None
+
+        async def send(request: dict[str, Any], worker: WorkerKey) -> bool:
+            return await call.send(request, worker, again=not alone, renamed=alone or trip.renamed)
+
         with self._accounted(trip, call) as account:
             if await self._start(trip, call, send):
                 trip.first_token()
@@ -260,6 +267,7 @@ class Leg:
             bootstrap_port=card.bootstrap_port,
             attempt=attempt,
             room=trip.room,
+            renamed=trip.handover.lived_before(trip.request_id, trip.room),
         )
         trip.address(note)
         trip.handover.announce(note)

@@ -172,6 +172,7 @@ class Trip:
         "_started_at_s",
         "announced",
         "handover",
+        "renamed",
         "request",
         "request_id",
         "room",
@@ -183,6 +184,7 @@ class Trip:
         self._received_at_s, self._started_at_s = means.clock.wall_s(), means.clock.monotonic_s()
         self._booking: str | None = None
         self.announced = False  # to the decode leg
+        self.renamed = False  # at its engines, on both legs
         self.tried: set[int] = set()  # in vain: another worker comes first
         self._bootstrap: dict[str, Any] = request.get("bootstrap_info") or {}
         self.handover = means.handovers if self._bootstrap else None
@@ -256,6 +258,7 @@ class Trip:
     def address(self, note: Handover) -> None:
         """Write where and under which id the engines meet to where they look for it."""
         self.request["bootstrap_info"] = meeting_place(self._bootstrap, note)
+        self.renamed = note.renamed
 
     def given_up(self) -> bool:
         """Tell, of a prefill leg that was announced, whether its decode leg wants nothing any more."""

@@ -102,6 +102,7 @@ class Handover(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     An empty host says that the prefill leg failed; `refused` that Dynamo would not take it. `attempt` is the
     prefill leg's: engines meet under an id and a room of the attempt's own. `room` is the frontend's, one for
     both legs, by which requests under one id are told apart; routers of an earlier release say none.
+    `renamed`: its engines are to know it under an id of its own (relay_call.engine_id).
     """
 
     version: int = VERSION
@@ -113,6 +114,7 @@ class Handover(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     refused: bool = False
     attempt: int = 1
     room: int | None = None
+    renamed: bool = False
 
 
 class Cards(msgspec.Struct, frozen=True, kw_only=True):

@@ -356,3 +356,13 @@ async def test_a_decode_leg_that_is_over_or_whose_client_has_gone_wants_nothing_
     await handovers.wait("s")
     handovers.forget("s")
     assert handovers.given_up("s") is True
+
+
+def test_a_request_that_comes_again_with_another_room_has_lived_before() -> None:
+    """The frontend sends what a dead router had under its old id, with a new room."""
+    handovers = Handovers()
+    assert handovers.lived_before("r", 1) is False
+    handovers.accept(note("r", room=1))
+    assert (handovers.lived_before("r", 1), handovers.lived_before("r", 2)) == (False, True)
+    handovers.forget("r", 1)
+    assert handovers.lived_before("r", 2) is False

@@ -6,6 +6,7 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 import uvloop
 from fakes import A, B
@@ -667,6 +668,21 @@ async def test_an_engine_is_not_sent_the_same_id_twice() -> None:
         names = [request.id for of in bench.workers.values() for request in of.requests]
         assert len({*names, ID}) == 3
         assert {event.request_id for event in bench.chosen()} == {ID}
+
+
+@pytest.mark.parametrize("renamed", [False, True])
+async def test_a_decode_leg_is_called_at_its_engine_as_its_prefill_leg_says(renamed: bool) -> None:
+    """Both engines must be told the same id, whichever path the prefill leg took."""
+    handovers = Handovers()
+    async with RelayBench(Role.DECODE, handovers=handovers) as bench:
+        asked = bench.requester.ask(id=ID, bootstrap_info={**PLACE})
+        await eventually(lambda: bench.chosen())
+        note = _note(ID, 7001, PLACE["bootstrap_room"])
+        handovers.announce(msgspec.structs.replace(note, renamed=renamed))
+        assert await asked.whole() == b"".join(ANSWER)
+        await bench.at_rest()
+        (request,) = bench.workers[A].requests
+        assert request.id == (engine_id(ID, PLACE, "") if renamed else ID)
 
 
 async def test_a_prefill_leg_that_moves_takes_its_decode_leg_along() -> None:

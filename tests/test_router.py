@@ -446,6 +446,17 @@ async def test_a_prefill_retry_moves_the_decode_leg_along() -> None:
     assert decode.pool.open_bookings() == []
 
 
+async def test_a_request_is_renamed_for_its_engines_only_in_its_second_life() -> None:
+    """Legs may come one by relay and one by stream: their engines take one id alone for a pair."""
+    handovers = Handovers()
+    prefill, again = Bench(Role.PREFILL, handovers), {**BOOTSTRAP, "bootstrap_room": 99}
+    for info, renamed in ((BOOTSTRAP, False), (again, True)):
+        async for _ in prefill.generate(bootstrap_info={**info}):
+            pass
+        said, _ = await handovers.wait("r1", info["bootstrap_room"])
+        assert said.renamed is renamed
+
+
 async def test_a_decode_worker_that_finds_no_prefill_worker_is_asked_again_when_that_leg_has_moved() -> None:
     """The decode leg may be the first to notice: nothing is wrong with its worker. Measured, mock engine."""
     handovers = Handovers()
