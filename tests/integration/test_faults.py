@@ -128,7 +128,8 @@ async def test_a_killed_worker_that_stays_listed_costs_only_what_it_was_streamin
     Its records are put back: in etcd they stay for as long as their lease.
     """
     await graph.idle()
-    retries = (await graph.metrics("router")).get('poa_router_retries_total{role="decode"}', 0)
+    retried = 'poa_router_retries_total{role="decode"}'
+    retries = (await graph.metrics("router")).get(retried, 0)
     workers = await decode_workers(graph)
     records = {path: path.read_bytes() for path in listed(graph)}
     async with graph.load(6, max_tokens=24) as results:
@@ -138,12 +139,11 @@ async def test_a_killed_worker_that_stays_listed_costs_only_what_it_was_streamin
             await eventually(lambda: set(records) - set(listed(graph)), 2)
             for path in set(records) - set(listed(graph)):
                 path.write_bytes(records[path])
+            await graph.metrics_until("router", lambda seen: seen.get(retried, 0) > retries, EXPIRY_S)
             await graph.until(lambda record: record.pools["decode"].workers == 2, EXPIRY_S)
             asked = len(results)
             await eventually(lambda: len(results) > asked + 10)
             (dead,) = workers - await decode_workers(graph)
-    samples = await graph.metrics("router")
-    assert samples['poa_router_retries_total{role="decode"}'] > retries
     await graph.idle(gone=dead)
 
     failed = {event.request_id for event in graph.ended() if event.outcome is Outcome.FAILED}
