@@ -137,8 +137,8 @@ class RelayCall:
         routing = request.get("routing") or {}
         changes = {name: request[name] for name in CHANGED if name in request}
         changes["routing"] = {**routing, "dp_rank": worker.dp_rank}
-        own_id = engine_id(self._id, request.get("bootstrap_info"), attempt.subject)
-        name = own_id if renamed else None
+        place = request.get("bootstrap_info")
+        name = engine_id(self._id, place, attempt.subject) if renamed else None
         frame = self._request.sent_to(
             address.path, self.answers.address, changes, subject=attempt.subject, name=name
         )

@@ -267,7 +267,7 @@ class Leg:
             bootstrap_port=card.bootstrap_port,
             attempt=attempt,
             room=trip.room,
-            renamed=trip.handover.lived_before(trip.request_id, trip.room),
+            renamed=trip.renamed or trip.handover.lived_before(trip.request_id, trip.room),
         )
         trip.address(note)
         trip.handover.announce(note)

@@ -446,15 +446,38 @@ async def test_a_prefill_retry_moves_the_decode_leg_along() -> None:
     assert decode.pool.open_bookings() == []
 
 
-async def test_a_request_is_renamed_for_its_engines_only_in_its_second_life() -> None:
+async def test_a_request_is_renamed_for_its_engines_only_in_its_second_life_and_then_in_each_try() -> None:
     """Legs may come one by relay and one by stream: their engines take one id alone for a pair."""
     handovers = Handovers()
     prefill, again = Bench(Role.PREFILL, handovers), {**BOOTSTRAP, "bootstrap_room": 99}
-    for info, renamed in ((BOOTSTRAP, False), (again, True)):
+    for info, renamed, attempt in ((BOOTSTRAP, False, 1), (again, True, 2)):
+        prefill.pool.unreachable = {A} if attempt == 2 else set()
         async for _ in prefill.generate(bootstrap_info={**info}):
             pass
         said, _ = await handovers.wait("r1", info["bootstrap_room"])
-        assert said.renamed is renamed
+        assert (said.renamed, said.attempt) == (renamed, attempt)
+
+
+async def test_a_prefill_leg_whose_decode_legs_client_has_gone_is_not_tried_again() -> None:
+    """The frontend does not stop it: tried again it held a worker until the engine's half minute was over."""
+    handovers, context = Handovers(), FakeContext("r1")
+    prefill, decode = Bench(Role.PREFILL, handovers), Bench(Role.DECODE, handovers)
+    decode.pool.before_first = asyncio.Event().wait
+    request = {"token_ids": [1, 2, 3], "bootstrap_info": {**BOOTSTRAP}}
+    first = asyncio.ensure_future(anext(decode.leg.generate(request, context)))
+    await asyncio.sleep(0.01)
+
+    async def disconnected() -> None:
+        context.stopped = True
+        raise AnswerFailed(A, "destination disconnected")
+
+    prefill.pool.before_first = disconnected
+    with pytest.raises(AnswerFailed, match="destination disconnected"):
+        await anext(prefill.generate(bootstrap_info={**BOOTSTRAP}))
+    assert len(prefill.pool.sent) == 1
+    assert prefill.pool.open_bookings() == []
+    first.cancel()
+    await asyncio.gather(first, return_exceptions=True)
 
 
 async def test_a_decode_worker_that_finds_no_prefill_worker_is_asked_again_when_that_leg_has_moved() -> None:
