@@ -43,9 +43,9 @@ async def test_a_throttled_router_is_no_saturation_of_the_workers() -> None:
             await graph.until(lambda record: record.bottleneck == "upstream", 15)
             throttled_from = len(graph.telemetry)
             await eventually(lambda: len(graph.telemetry) > throttled_from + 30)
-            samples = await graph.metrics("controller")
+            # at an instant the window may hold too few first tokens to tell
+            await graph.metrics_until("controller", lambda seen: seen["poa_bottleneck_upstream"] == 1)
         records = graph.telemetry[seen:]
-        assert samples["poa_bottleneck_upstream"] == 1
         assert Regime.SATURATED not in {record.regime for record in records}
         for record in graph.telemetry[throttled_from : throttled_from + 30]:
             assert all((pool.busy_frac or 0.0) < 0.3 for pool in record.pools.values())
