@@ -377,14 +377,32 @@ _PAIR = Knob(
 )
 
 
+PolicyName = Literal["static", "table", "marginal"]
+
+
 class PolicyConfig(Section, frozen=True, kw_only=True):
-    """Which parameters belong to which regime: `PoaController.policy`. Pairs are [τ, ω]."""
+    """What decides the parameters: `PoaController.policy`. Pairs are [τ, ω]."""
 
     PATH: ClassVar[str] = "PoaController.policy"
 
-    name: Annotated[Literal["static", "table"], Knob("`static` never moves; `table` is the paper's")] = (
-        "table"
-    )
+    name: Annotated[
+        PolicyName,
+        Knob(
+            "`static` never moves; `table` is the paper's; `marginal` lets the plugin pick each request's worker by what it costs all"
+        ),
+    ] = "table"
+    shadow: Annotated[
+        Literal["", PolicyName], Knob("a second policy that is asked beside it and only recorded")
+    ] = ""
+    cooldown_s: Annotated[
+        float,
+        Knob(
+            "a policy that fails is not asked for so long; its last good parameters are kept",
+            "s",
+            low=1,
+            high=86_400,
+        ),
+    ] = 60.0
     below: Annotated[tuple[float, float], _PAIR] = (0.0, 1.0)
     transition: Annotated[tuple[float, float], _PAIR] = (0.7, 1.0)
     saturated: Annotated[tuple[float, float], _PAIR] = (0.8, 0.1)

@@ -3,7 +3,7 @@
 Owns: the pure step: modes, operators' pins and outside writes, holding on stale data, taking over from a
       predecessor.
 Does not own: collecting the observation and applying the effects (loop.py), the regime's rules (regime.py),
-      what is told of a tick (report.py).
+      what a policy answers (policies/), what is told of a tick (report.py).
 Invariant: `step` is pure. It compares what should be in force with what is and asks for the difference, so a
            publication that failed is asked for again by itself.
 Source: architecture, The control loop; contracts RouterParams and Modes.
@@ -18,10 +18,12 @@ from dynamo_poa.baseline import Baseline
 from dynamo_poa.config import ControllerConfig
 from dynamo_poa.demand import Load
 from dynamo_poa.evidence import Demand, PoolReading, read_pools
+from dynamo_poa.policies import Answer, View
+from dynamo_poa.policies.running import Guard, next_answer, unguarded
 from dynamo_poa.pressure import PressureState, next_pressure
 from dynamo_poa.regime import next_regime, unseen
 from dynamo_poa.regime_state import RegimeSignal, RegimeState, Verdict
-from dynamo_poa.report import hot_events, params_event, regime_event, telemetry_record
+from dynamo_poa.report import hot_events, params_event, policy_events, regime_event, telemetry_record
 from dynamo_poa.tick import Choice, ControllerState, Effects, Observation, Settings, Watched
 from dynamo_poa.trend import Trend, next_trend
 from dynamo_poa.values import (
@@ -68,14 +70,19 @@ def released(state: ControllerState) -> ControllerState:
     return msgspec.structs.replace(state, pin=None, kept=False, ended="released by an operator")
 
 
-def step(state: ControllerState, seen: Observation, settings: Settings) -> tuple[ControllerState, Effects]:
+def step(
+    state: ControllerState, seen: Observation, settings: Settings, guard: Guard = unguarded
+) -> tuple[ControllerState, Effects]:
     """Decide one tick.
 
     In order of precedence: mode `off` keeps static parameters; an operator's pin, until it expires or is
     released; an operator's outside write, until the regime next changes; in `active` the policy's answer to
     the regime; in `shadow` static parameters, with the policy's answer only reported. On stale data the
     regime and the policy's parameters are held; an operator's word still counts.
+
+    Args:  guard: asks a policy and returns what it raises, so that it can be disabled.
     """
+    before_step = state
     stale = _stale_reason(seen, settings.config)
     readings: dict[Role, PoolReading] = {}
     pools: dict[Role, PoolRegime] = {}
@@ -100,9 +107,10 @@ def step(state: ControllerState, seen: Observation, settings: Settings) -> tuple
     state = msgspec.structs.replace(
         state, regime=regime, pin=pin, ended=ended, kept=kept, tick=state.tick + 1
     )
-    state = _count_swap(state, seen.current)
+    state = _count_swap(state, seen)
 
-    wanted = _wanted(state, seen, verdict, settings)
+    state, answer, shadow = _ask(state, seen, settings, pools, guard, stale=bool(stale))
+    wanted = Choice(answer.setting, ParamsKind.POLICY, _reason(settings, answer, verdict))
     choice = _choose(state, seen, settings, wanted, stale=bool(stale))
     publish = _difference(state, seen, settings, choice)
     if publish is not None:
@@ -117,7 +125,8 @@ def step(state: ControllerState, seen: Observation, settings: Settings) -> tuple
     told_of = publish if changes else None  # a record that only carries newer baselines is no change
     state, told = params_event(state, seen.current, told_of, choice, wanted, applied)
     events += told
-    watched = Watched(readings=readings, pools=pools, trend=trend)
+    events += policy_events(before_step, state, settings)
+    watched = Watched(readings=readings, pools=pools, trend=trend, answer=answer, shadow=shadow)
     record = telemetry_record(state, seen, settings, verdict, in_force, wanted, applied, watched)
     return state, Effects(publish=publish, events=tuple(events), record=record)
 
@@ -176,27 +185,62 @@ def _signal(seen: Observation, pools: Mapping[Role, PoolRegime], trend: Trend) -
     )
 
 
-def _count_swap(state: ControllerState, current: RouterParams | None) -> ControllerState:
-    """Count a change of values once it is in the channel; the first record there is none."""
-    if current is None:
+def _count_swap(state: ControllerState, seen: Observation) -> ControllerState:
+    """Count a change of setting once it is in the channel; the first record there is none."""
+    if seen.current is None or seen.current.setting == state.last_setting:
         return state
-    values = (current.router_temperature, current.overlap_weight)
-    swapped = state.last_values is not None and values != state.last_values
-    return msgspec.structs.replace(state, last_values=values, swaps=state.swaps + swapped)
+    swapped = state.last_setting is not None
+    return msgspec.structs.replace(
+        state, last_setting=seen.current.setting, since_s=seen.monotonic_s, swaps=state.swaps + swapped
+    )
 
 
-def _wanted(state: ControllerState, seen: Observation, verdict: Verdict, settings: Settings) -> Choice:
-    """Return the policy's answer; ω stays where the policy has it while moving it would do nothing (E6)."""
-    values, current = settings.policy.decide(state.regime.regime), seen.current
-    if (
-        seen.cache.signal is CacheSignal.ABSENT
-        and current is not None
-        and current.kind is ParamsKind.POLICY
-        and current.overlap_weight != values[1]
-    ):
-        why = f"ω stays {current.overlap_weight:g}: no worker differs in cached tokens"
-        return Choice((values[0], current.overlap_weight), ParamsKind.POLICY, f"{verdict.reason}; {why}")
-    return Choice(values, ParamsKind.POLICY, verdict.reason)
+def _ask(
+    state: ControllerState,
+    seen: Observation,
+    settings: Settings,
+    pools: Mapping[Role, PoolRegime],
+    guard: Guard,
+    *,
+    stale: bool,
+) -> tuple[ControllerState, Answer, Answer | None]:
+    """Return the answers of the policy and of the one in shadow; on stale data the last ones stand."""
+    view, cooldown_s = _view(state, seen, settings, pools), settings.config.policy.cooldown_s
+    run, shadow_run = state.policy, state.shadow_policy
+    if stale and run.last_good is not None:
+        return state, run.last_good, shadow_run.last_good
+    run, answer = next_answer(settings.policy, run, view, cooldown_s, guard)
+    shadow = None
+    if settings.shadow is not None:
+        shadow_run, shadow = next_answer(settings.shadow, shadow_run, view, cooldown_s, guard)
+    return msgspec.structs.replace(state, policy=run, shadow_policy=shadow_run), answer, shadow
+
+
+def _view(
+    state: ControllerState, seen: Observation, settings: Settings, pools: Mapping[Role, PoolRegime]
+) -> View:
+    current, driver = seen.current, state.regime.driver
+    return View(
+        at_s=seen.monotonic_s,
+        regime=state.regime.regime,
+        static=settings.static,
+        resource=driver if "." in driver else "",
+        in_force=None if current is None else current.setting,
+        revision=0 if current is None else current.revision,
+        since_s=0.0 if current is None else seen.monotonic_s - state.since_s,
+        ours=current is not None and current.kind is ParamsKind.POLICY,
+        traffic=seen.traffic,
+        cache_absent=seen.cache.signal is CacheSignal.ABSENT,
+        calibrated=bool(seen.latencies),
+        outcomes=seen.outcomes,
+        predicted=seen.predicted,
+    )
+
+
+def _reason(settings: Settings, answer: Answer, verdict: Verdict) -> str:
+    """Return why the policy wants what it wants: the regime, and what the policy has to add."""
+    added = answer.detail or ("" if answer.reason == settings.policy.name else answer.reason)
+    return f"{verdict.reason}; {added}" if added else verdict.reason
 
 
 def _choose(
@@ -207,17 +251,16 @@ def _choose(
     if mode is Mode.OFF:
         return Choice(settings.static, ParamsKind.STATIC, "mode is off")
     if state.pin is not None:
-        pair = (state.pin.router_temperature, state.pin.overlap_weight)
-        return Choice(pair, ParamsKind.PIN, "pinned by an operator")
+        return Choice(state.pin.setting, ParamsKind.PIN, "pinned by an operator")
     if foreign is not None:
-        pair = (foreign.router_temperature, foreign.overlap_weight)
-        return Choice(pair, ParamsKind.EXTERNAL, foreign.reason or "written to the store by an operator")
+        why = foreign.reason or "written to the store by an operator"
+        return Choice(foreign.setting, ParamsKind.EXTERNAL, why)
     if current is not None and (stale or state.kept):
-        return Choice((current.router_temperature, current.overlap_weight), current.kind, current.reason)
+        return Choice(current.setting, current.kind, current.reason)
     chosen = Choice(settings.static, ParamsKind.STATIC, "mode is shadow") if mode is Mode.SHADOW else wanted
     if not state.ended:
         return chosen
-    return Choice(chosen.values, chosen.kind, f"{state.ended}: {chosen.reason}")
+    return Choice(chosen.setting, chosen.kind, f"{state.ended}: {chosen.reason}")
 
 
 def _difference(
@@ -233,7 +276,7 @@ def _difference(
     if not seen.bus_connected:
         return None
     if current is not None and seen.foreign is None and seen.announced:
-        same_values = (current.router_temperature, current.overlap_weight) == choice.values
+        same_values = current.setting == choice.setting
         same_regime = current.regime is state.regime.regime or choice.kind is not ParamsKind.POLICY
         if same_values and current.kind is choice.kind and same_regime:
             return _refreshed(current, state, seen)
@@ -274,11 +317,9 @@ def _differs(stored_s: float | None, learnt_s: float | None) -> bool:
 def _record(
     revision: int, choice: Choice, state: ControllerState, seen: Observation, settings: Settings
 ) -> RouterParams:
-    router_temperature, overlap_weight = choice.values
     return RouterParams(
+        **msgspec.structs.asdict(choice.setting),
         revision=revision,
-        router_temperature=router_temperature,
-        overlap_weight=overlap_weight,
         kind=choice.kind,
         reason=choice.reason,
         regime=state.regime.regime,
@@ -301,6 +342,6 @@ def _outcome(
         return Applied.APPLIED
     if verdict.hold is Applied.HELD_STALE:
         return Applied.HELD_STALE
-    if choice.values != wanted.values:
+    if choice.setting != wanted.setting:
         return Applied.HELD_PIN if choice.kind in _BY_HAND else Applied.HELD_MODE
     return verdict.hold

@@ -28,12 +28,12 @@ from dynamo_poa.fleet import Fleet
 from dynamo_poa.latency import LatencyBook
 from dynamo_poa.loop import ControlLoop
 from dynamo_poa.params import ParamsPublisher, decode_heartbeat
-from dynamo_poa.policies import make_policy
+from dynamo_poa.policies import make_policy, make_shadow
 from dynamo_poa.pricing import Pricer
 from dynamo_poa.telemetry import BusSink, LogSink, MetricsServer, configure_logging
 from dynamo_poa.tick import Settings
 from dynamo_poa.ttft import FrontendScraper
-from dynamo_poa.values import Role, WorkerCard
+from dynamo_poa.values import Role, Setting, WorkerCard
 from dynamo_poa.wire import FORWARD_PASS_METRICS, KV_EVENTS, KV_METRICS, subject
 
 log = structlog.get_logger()
@@ -130,12 +130,12 @@ class ControllerProcess:
         log.info(telemetry.STOPPED)
 
     def _settings(self) -> Settings:
-        static = (self._router.router_temperature, self._router.overlap_weight)
         return Settings(
             namespace=self._common.namespace,
             config=self._config,
-            policy=make_policy(self._config.policy, static),
-            static=static,
+            policy=make_policy(self._config.policy),
+            shadow=make_shadow(self._config.policy),
+            static=Setting(self._router.router_temperature, self._router.overlap_weight),
         )
 
     def _decision_log(self) -> DecisionLog:

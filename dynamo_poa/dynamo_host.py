@@ -120,10 +120,12 @@ def router_override(
     """
     if role is Role.DECODE:
         return {**DECODE_OVERRIDE, **(preset or {}), "router_temperature": params.router_temperature}
+    scale = params.prefill_load_scale
     return {
         **(preset or {}),
         "router_temperature": params.router_temperature,
-        overlap_key: params.overlap_weight,
+        **({} if scale is None else {"prefill_load_scale": scale}),
+        overlap_key: params.overlap_weight,  # last: where ω is the scale, it is ω that is configured
     }
 
 

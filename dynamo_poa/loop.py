@@ -24,6 +24,7 @@ from dynamo_poa.decisions import DecisionLog, Traffic
 from dynamo_poa.errors import ActuationError, BusError
 from dynamo_poa.fleet import Notice, pools_of
 from dynamo_poa.load import WorkerState
+from dynamo_poa.policies.running import Asked
 from dynamo_poa.pricing import Pricer
 from dynamo_poa.telemetry import RouterView, Sink, TelemetryRecord
 from dynamo_poa.tick import ControllerState, Counts, Effects, Observation, Settings
@@ -185,7 +186,7 @@ class ControlLoop:
         # By now: what came while the store answered must not lie ahead of the instant it is judged at.
         seen = self._observe(self._clock.monotonic_s())
         self._foreign = None  # first: a record that the step trips over must not trip every tick after it
-        self._state, effects = step(self._state, seen, self._settings)
+        self._state, effects = step(self._state, seen, self._settings, _guarded)
         effects = await self._apply(effects)
         if effects.publish is None or effects.record.applied is Applied.APPLY_FAILED:
             self._foreign = seen.foreign  # not dealt with yet
@@ -403,6 +404,14 @@ class ControlLoop:
             return False
         self._due_at_s[what] = at_s + every_s
         return True
+
+
+def _guarded(ask: Callable[[], Asked]) -> Asked | Exception:
+    """Return a policy's answer, or what it raised."""
+    try:
+        return ask()
+    except Exception as error:  # broad on purpose: whatever a policy trips over, it alone is disabled
+        return error
 
 
 class _Rate:

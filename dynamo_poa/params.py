@@ -10,6 +10,7 @@ import asyncio
 import json
 from collections import Counter
 from collections.abc import Callable
+from enum import StrEnum
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -20,7 +21,7 @@ from dynamo_poa import telemetry
 from dynamo_poa.bus import KV_HISTORY, Bus, KvEntry
 from dynamo_poa.clock import Clock
 from dynamo_poa.errors import ActuationError, BusError, ParamsError
-from dynamo_poa.values import Mode, ParamsKind, Regime, RouterParams
+from dynamo_poa.values import Mode, ParamsKind, Regime, RouterParams, Selection
 from dynamo_poa.wire import Heartbeat, subject
 
 log = structlog.get_logger()
@@ -47,7 +48,8 @@ def encode_params(params: RouterParams) -> bytes:
 def decode_params(data: bytes) -> RouterParams:
     """Return the record, or refuse it whole.
 
-    Only the two values are required, as in a record written by hand; its kind is then `external`.
+    Only τ and ω are required, as in a record written by hand; its kind is then `external`, its selection
+    Dynamo's own.
     Unknown keys are tolerated.
 
     Raises:  ParamsError with a reason of `empty`, `too_large`, `not_json`, `missing`, `type`, `not_finite`
@@ -68,6 +70,7 @@ def decode_params(data: bytes) -> RouterParams:
             raise ParamsError("missing", name, None, "present")
     fields.setdefault("revision", 0)
     fields["kind"] = _member(ParamsKind, "kind", fields.get("kind", ParamsKind.EXTERNAL))
+    fields["selection"] = _member(Selection, "selection", fields.get("selection", Selection.KV))
     fields["regime"] = _member(Regime, "regime", fields.get("regime", Regime.BELOW))
     if not isinstance(fields.get("reason", ""), str):
         raise ParamsError("type", "reason", fields["reason"], "text")
@@ -422,7 +425,7 @@ def _check_size(data: bytes) -> None:
         raise ParamsError("too_large", "record", f"{len(data)} bytes", f"<= {MAX_RECORD_BYTES} bytes")
 
 
-def _member(kind: type[ParamsKind] | type[Regime], key: str, value: Any) -> ParamsKind | Regime:
+def _member(kind: type[StrEnum], key: str, value: Any) -> StrEnum:
     try:
         return kind(value)
     except ValueError as error:

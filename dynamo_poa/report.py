@@ -11,11 +11,12 @@ import msgspec
 
 from dynamo_poa import telemetry
 from dynamo_poa.hot import HotChange
-from dynamo_poa.policies import Pair
+from dynamo_poa.policies import Answer, Policy
+from dynamo_poa.policies.running import PolicyRun
 from dynamo_poa.regime_state import SHED_LIMIT, Verdict, thresholds_s
-from dynamo_poa.telemetry import TelemetryRecord
+from dynamo_poa.telemetry import PolicyView, TelemetryRecord
 from dynamo_poa.tick import Choice, ControllerState, Event, Observation, Settings, Watched
-from dynamo_poa.values import Applied, Regime, RouterParams
+from dynamo_poa.values import Applied, Regime, RouterParams, Setting
 
 
 def regime_event(before: Regime, state: ControllerState, verdict: Verdict, settings: Settings) -> Event:
@@ -67,18 +68,18 @@ def params_event(
     applied: Applied,
 ) -> tuple[ControllerState, list[Event]]:
     """Say what was applied, and once what was held back and why."""
-    before = {} if current is None else _named((current.router_temperature, current.overlap_weight))
+    before = {} if current is None else _named(current.setting)
     if publish is not None:
         details = {"revision": publish.revision, "kind": publish.kind, "regime": publish.regime}
         event = Event(
             name=telemetry.PARAMS_APPLIED,
             before=before,
-            after=_named(choice.values),
+            after=_named(choice.setting),
             reason=choice.reason,
             details=details,
         )
         return msgspec.structs.replace(state, last_held=None), [event]
-    held = (applied, wanted.values) if before and choice.values != wanted.values else None
+    held = (applied, wanted.setting) if before and choice.setting != wanted.setting else None
     if held == state.last_held:
         return state, []
     state = msgspec.structs.replace(state, last_held=held)
@@ -87,15 +88,59 @@ def params_event(
     event = Event(
         name=telemetry.PARAMS_HELD,
         before=before,
-        after=_named(wanted.values),
+        after=_named(wanted.setting),
         reason=choice.reason,
         details={"outcome": applied},
     )
     return state, [event]
 
 
-def _named(values: Pair) -> dict[str, object]:
-    return {"router_temperature": values[0], "overlap_weight": values[1]}
+def _named(setting: Setting) -> dict[str, object]:
+    return msgspec.structs.asdict(setting)
+
+
+def policy_events(before: ControllerState, now: ControllerState, settings: Settings) -> list[Event]:
+    """Say that a policy has failed, and that it is asked again."""
+    events: list[Event] = []
+    for policy, was, run in (
+        (settings.policy, before.policy, now.policy),
+        (settings.shadow, before.shadow_policy, now.shadow_policy),
+    ):
+        was_asked, is_asked = was.disabled_until_s is None, run.disabled_until_s is None
+        failed = run.errors > was.errors
+        if policy is None or not (failed or was_asked != is_asked):
+            continue
+        events.append(
+            Event(
+                name=telemetry.POLICY_FAILED if failed else telemetry.POLICY_RESUMED,
+                before={"asked": was_asked},
+                after={"asked": is_asked},
+                reason=run.error if failed else f"{settings.config.policy.cooldown_s:g} s have passed",
+                details={"policy": policy.name, "errors": run.errors},
+            )
+        )
+    return events
+
+
+def _told(
+    policy: Policy, run: PolicyRun, answer: Answer, seen: Observation, in_force: RouterParams
+) -> PolicyView:
+    """Return what is told of a policy and its answer.
+
+    predicted_gain_frac = 1 - predicted cost of its answer / that of what is in force
+    """
+    priced = [seen.predicted.get(setting) for setting in (answer.setting, in_force.setting)]
+    gain_frac = 1 - priced[0] / priced[1] if priced[0] is not None and priced[1] else None
+    left_s = None if run.disabled_until_s is None else run.disabled_until_s - seen.monotonic_s
+    return PolicyView(
+        name=policy.name,
+        setting=answer.setting,
+        reason=answer.reason,
+        detail=answer.detail,
+        predicted_gain_frac=gain_frac,
+        disabled_left_s=left_s,
+        errors=run.errors,
+    )
 
 
 def telemetry_record(
@@ -115,6 +160,11 @@ def telemetry_record(
         for role, reading in watched.readings.items()
         if reading.iteration_s is not None
     }
+    policy = shadow = None
+    if watched.answer is not None:
+        policy = _told(settings.policy, state.policy, watched.answer, seen, in_force)
+    if watched.shadow is not None and settings.shadow is not None:
+        shadow = _told(settings.shadow, state.shadow_policy, watched.shadow, seen, in_force)
     theta_s = thresholds_s(regime.baseline_s, settings.config.regime)
     return TelemetryRecord(
         tick=state.tick,
@@ -128,8 +178,14 @@ def telemetry_record(
         overlap_weight=in_force.overlap_weight,
         revision=in_force.revision,
         kind=in_force.kind,
-        wanted_router_temperature=wanted.values[0],
-        wanted_overlap_weight=wanted.values[1],
+        prefill_load_scale=in_force.prefill_load_scale,
+        selection=in_force.selection,
+        wanted_router_temperature=wanted.setting.router_temperature,
+        wanted_overlap_weight=wanted.setting.overlap_weight,
+        wanted_prefill_load_scale=wanted.setting.prefill_load_scale,
+        wanted_selection=wanted.setting.selection,
+        policy=policy,
+        shadow=shadow,
         dwell_left_s=verdict.dwell_left_s,
         pin_left_s=None if pin is None or pin.until_s is None else pin.until_s - seen.monotonic_s,
         poa_hat=seen.estimate.poa_hat,

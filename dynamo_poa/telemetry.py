@@ -31,6 +31,8 @@ from dynamo_poa.values import (
     PoolLoad,
     PoolRegime,
     Regime,
+    Selection,
+    Setting,
     Shares,
     WorkerLatency,
 )
@@ -46,6 +48,8 @@ TICK_FAILED = "poa.tick.failed"
 REGIME_CHANGED = "poa.regime.changed"
 WORKER_OVERLOADED = "poa.worker.overloaded"
 WORKER_CLEARED = "poa.worker.cleared"
+POLICY_FAILED = "poa.policy.failed"
+POLICY_RESUMED = "poa.policy.resumed"
 PARAMS_APPLIED = "poa.params.applied"
 PARAMS_HELD = "poa.params.held"
 PARAMS_TAKEN = "poa.params.taken"
@@ -75,12 +79,33 @@ class RouterView(msgspec.Struct, frozen=True, kw_only=True):
     age_s: float
 
 
+class PolicyView(msgspec.Struct, frozen=True, kw_only=True):
+    """One policy at one tick.
+
+    setting:              what it wants
+    reason, detail:       why: a key of a small fixed set, and the same in words where there is more to say
+    predicted_gain_frac:  predicted mean cost saved over what is in force, as a share of that; None where one
+                          of both could not be priced
+    disabled_left_s:      for so long it is not asked, because it failed; None while it is asked
+    errors:               how often it has failed since the controller started
+    """
+
+    name: str
+    setting: Setting
+    reason: str
+    detail: str = ""
+    predicted_gain_frac: float | None = None
+    disabled_left_s: float | None = None
+    errors: int = 0
+
+
 class TelemetryRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One tick, complete. None is unknown; durations in seconds, `at_s` on the epoch.
 
     reason:           of the regime, in words
     applied:          what became of the tick's wish to change parameters
     wanted_*:         what the policy would set, whether or not it may
+    policy, shadow:   the policy whose word counts, and the one that is only asked beside it
     ttft_average_s:   the moving average of P99 that is compared with the thresholds
     poa_low, _high:   95 % interval of poa_hat
     poa_shares:       where the cost beyond an unloaded system comes from
@@ -96,7 +121,7 @@ class TelemetryRecord(msgspec.Struct, frozen=True, kw_only=True):
     censored:         so many requests were refused that TTFT and PoA-hat speak of the survivors only
     cache_signal:     whether workers differ in what they hold of a prompt; where they do not, ω moves nothing
     cache_hit_frac:   share of prompt tokens found cached, of the recent decisions
-    swaps:            changes of τ or ω that reached the channel since the controller started
+    swaps:            changes of setting that reached the channel since the controller started
     params_refused:   records in the store that were not taken, by reason
     messages_*:       of the event plane, cumulative, by topic and by reason; among the reasons is also what
                       the controller itself could not send, store, read, keep or price (loop.py names them)
@@ -117,6 +142,12 @@ class TelemetryRecord(msgspec.Struct, frozen=True, kw_only=True):
     kind: ParamsKind
     wanted_router_temperature: float
     wanted_overlap_weight: float
+    prefill_load_scale: float | None = None
+    selection: Selection = Selection.KV
+    wanted_prefill_load_scale: float | None = None
+    wanted_selection: Selection = Selection.KV
+    policy: PolicyView | None = None
+    shadow: PolicyView | None = None
     dwell_left_s: float = 0.0
     pin_left_s: float | None = None
     poa_hat: float | None = None

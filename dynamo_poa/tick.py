@@ -13,7 +13,8 @@ from dynamo_poa.config import ControllerConfig
 from dynamo_poa.decisions import Traffic
 from dynamo_poa.evidence import PoolReading
 from dynamo_poa.load import WorkerState
-from dynamo_poa.policies import Pair, Policy
+from dynamo_poa.policies import Answer, Policy
+from dynamo_poa.policies.running import PolicyRun
 from dynamo_poa.pressure import PressureState
 from dynamo_poa.regime_state import RegimeState
 from dynamo_poa.telemetry import RouterView, TelemetryRecord
@@ -26,8 +27,10 @@ from dynamo_poa.values import (
     Pin,
     PoolLoad,
     PoolRegime,
+    RequestOutcome,
     Role,
     RouterParams,
+    Setting,
     TtftSample,
     WorkerKey,
     WorkerLatency,
@@ -55,6 +58,8 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True):
     message_age_s:  since the last message of any kind, None before the first
     workers:        every rank as known now, the ones that the pools sum up
     latencies:      what is known of their speed; a rank without an entry has no curve yet
+    outcomes:       requests that ended since the last tick
+    predicted:      mean cost in seconds of the recent decisions under each setting that could be priced
     """
 
     wall_s: float
@@ -70,6 +75,8 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True):
     pools: Mapping[Role, PoolLoad] = {}
     workers: tuple[WorkerState, ...] = ()
     latencies: Mapping[WorkerKey, WorkerLatency] = {}
+    outcomes: tuple[RequestOutcome, ...] = ()
+    predicted: Mapping[Setting, float] = {}
     routers: tuple[RouterView, ...] = ()
     bus_connected: bool = True
     message_age_s: float | None = None
@@ -82,6 +89,8 @@ class ControllerState(msgspec.Struct, frozen=True, kw_only=True):
     pin:        an operator's, through the control service; changed by `pinned` and `released` only
     ended:      why an operator's parameters count no more, until a record that follows them is in force
     kept:       the record in force is an operator's outside write, kept until the regime next changes
+    policy, shadow_policy:  the policies between two ticks
+    last_setting, since_s:  what was last seen in force, and since when
     last_held:  the outcome and wish last reported as held, so that it is said once
     """
 
@@ -93,8 +102,11 @@ class ControllerState(msgspec.Struct, frozen=True, kw_only=True):
     kept: bool = False
     tick: int = 0
     swaps: int = 0
-    last_values: Pair | None = None
-    last_held: tuple[Applied, Pair] | None = None
+    policy: PolicyRun = PolicyRun()
+    shadow_policy: PolicyRun = PolicyRun()
+    last_setting: Setting | None = None
+    since_s: float = 0.0
+    last_held: tuple[Applied, Setting] | None = None
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True):
@@ -116,25 +128,32 @@ class Effects(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Watched(msgspec.Struct, frozen=True, kw_only=True):
-    """What a tick found beside TTFT; empty on stale data."""
+    """What a tick found beside TTFT; empty on stale data. `answer`, `shadow`: what the policies said."""
 
     readings: Mapping[Role, PoolReading] = {}
     pools: Mapping[Role, PoolRegime] = {}
     trend: Trend = Trend()
+    answer: Answer | None = None
+    shadow: Answer | None = None
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """What does not change while the controller runs. `static` is the router's own (τ, ω)."""
+    """What does not change while the controller runs.
+
+    static:  the router's own
+    shadow:  a policy that is only asked
+    """
 
     namespace: str
     config: ControllerConfig
     policy: Policy
-    static: Pair
+    static: Setting
+    shadow: Policy | None = None
 
 
 class Choice(msgspec.Struct, frozen=True):
-    """Parameters and who wants them."""
+    """How to route and who wants it."""
 
-    values: Pair
+    setting: Setting
     kind: ParamsKind
     reason: str

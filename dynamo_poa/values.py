@@ -20,6 +20,7 @@ from dynamo_poa.errors import ParamsError
 MAX_ROUTER_TEMPERATURE = 100.0
 MAX_REVISION = 2**53 - 1  # exact in JSON, also for readers that hold numbers as doubles
 MAX_OVERLAP_WEIGHT = 2.0  # contract: values above 1 give a cached block extra credit; 2 is the paper's range
+MAX_PREFILL_LOAD_SCALE = 16.0  # contract: beyond it the load term alone decides, by any measured prompt
 
 
 class Role(StrEnum):
@@ -52,6 +53,32 @@ class Mode(StrEnum):
     OFF = "off"
     SHADOW = "shadow"
     ACTIVE = "active"
+
+
+class Selection(StrEnum):
+    """Who picks the worker of a request."""
+
+    KV = "kv"  # Dynamo's own selection, under τ, ω and the prefill load scale
+    MARGINAL = "marginal"  # the router plugin, by marginal social cost
+
+
+class Setting(msgspec.Struct, frozen=True):
+    """How requests are routed: everything a policy decides, changed together or not at all.
+
+    prefill_load_scale:  weight of prompt tokens booked and not yet prefilled; None leaves it Dynamo's own
+    selection:           under `marginal` the others are what a request falls back to
+    """
+
+    router_temperature: float
+    overlap_weight: float
+    prefill_load_scale: float | None = None
+    selection: Selection = Selection.KV
+
+    def __str__(self) -> str:
+        """Return it as a person reads it; what is Dynamo's own is left out."""
+        scale = "" if self.prefill_load_scale is None else f" scale {self.prefill_load_scale:g}"
+        marginal = " marginal" if self.selection is Selection.MARGINAL else ""
+        return f"τ {self.router_temperature:g} ω {self.overlap_weight:g}{scale}{marginal}"
 
 
 class ParamsKind(StrEnum):
@@ -153,7 +180,7 @@ class Address(NamedTuple):
 
 
 class RouterParams(msgspec.Struct, frozen=True, kw_only=True):
-    """The Smart Router's parameters at one revision; both values change together or not at all.
+    """The Smart Router's parameters at one revision; all values change together or not at all.
 
     revision:            monotonic, set by the controller
     router_temperature:  τ, in [0, MAX_ROUTER_TEMPERATURE]; 0 is greedy
@@ -163,6 +190,8 @@ class RouterParams(msgspec.Struct, frozen=True, kw_only=True):
                          above 0, None while it is not known
     iteration_baseline_s:  decode iteration without load, likewise
     lease_s:             a router that hears nothing for this long falls back to its static parameters
+    prefill_load_scale:  in [0, MAX_PREFILL_LOAD_SCALE], None leaves it Dynamo's own
+    selection:           who picks the worker
 
     Raises:  ParamsError, naming the key, the value and the bound.
     """
@@ -177,6 +206,8 @@ class RouterParams(msgspec.Struct, frozen=True, kw_only=True):
     lease_s: float = 30.0
     baseline_s: float | None = None
     iteration_baseline_s: float | None = None
+    prefill_load_scale: float | None = None
+    selection: Selection = Selection.KV
 
     def __post_init__(self) -> None:
         _require_number("router_temperature", self.router_temperature, MAX_ROUTER_TEMPERATURE)
@@ -186,6 +217,10 @@ class RouterParams(msgspec.Struct, frozen=True, kw_only=True):
         for key in ("baseline_s", "iteration_baseline_s"):
             if getattr(self, key) is not None:
                 _require_number(key, getattr(self, key), 86_400.0, above_zero=True)
+        if self.prefill_load_scale is not None:
+            _require_number("prefill_load_scale", self.prefill_load_scale, MAX_PREFILL_LOAD_SCALE)
+        if not isinstance(self.selection, Selection):
+            raise ParamsError("type", "selection", self.selection, "one of " + ", ".join(Selection))
         bound = f"a whole number in [0, {MAX_REVISION}]"
         if isinstance(self.revision, bool) or not isinstance(self.revision, int):
             raise ParamsError("type", "revision", self.revision, bound)
@@ -194,10 +229,12 @@ class RouterParams(msgspec.Struct, frozen=True, kw_only=True):
 
     def same_values(self, other: "RouterParams") -> bool:
         """Tell whether both would route alike, whatever their revisions."""
-        return (
-            self.router_temperature == other.router_temperature
-            and self.overlap_weight == other.overlap_weight
-        )
+        return self.setting == other.setting
+
+    @property
+    def setting(self) -> Setting:
+        """Return how it says to route."""
+        return Setting(self.router_temperature, self.overlap_weight, self.prefill_load_scale, self.selection)
 
 
 def _require_number(key: str, value: object, high: float, *, above_zero: bool = False) -> None:
@@ -254,6 +291,22 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
         if self.first_token_at_s is None or self.received_at_s is None:
             return None
         return self.first_token_at_s - self.received_at_s
+
+
+class RequestOutcome(msgspec.Struct, frozen=True, kw_only=True):
+    """How one request fared, told once when it has ended.
+
+    revision:      of the parameters its first decision was made under
+    decided_at_s:  monotonic, ours
+    ttft_s, e2e_s: receipt to first token and to the end; None where it never came so far
+    failed:        it ended otherwise than well; a caller who went away is neither
+    """
+
+    revision: int
+    decided_at_s: float
+    ttft_s: float | None = None
+    e2e_s: float | None = None
+    failed: bool = False
 
 
 class WorkerCard(msgspec.Struct, frozen=True, kw_only=True):
@@ -426,3 +479,8 @@ class Pin(msgspec.Struct, frozen=True, kw_only=True):
     router_temperature: float
     overlap_weight: float
     until_s: float | None = None
+
+    @property
+    def setting(self) -> Setting:
+        """Return what it holds: τ and ω are the operator's, all else Dynamo's own."""
+        return Setting(self.router_temperature, self.overlap_weight)

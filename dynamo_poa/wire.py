@@ -8,13 +8,14 @@ Source: measured on Dynamo 1.4.2; ours carry a version.
 """
 
 import functools
+import math
 from enum import StrEnum
 from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 
 from dynamo_poa.errors import WireError
-from dynamo_poa.values import Candidate, Mode, Outcome, Role, RouterParams, WorkerCard
+from dynamo_poa.values import Candidate, Curve, Mode, Outcome, Role, RouterParams, WorkerCard
 
 VERSION = 1
 MAX_CANDIDATES = 1024  # of one decision; more workers than this are not priced
@@ -25,7 +26,10 @@ Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 
 
 def subject(namespace: str, topic: str) -> str:
-    """Return our subject for a topic: `decisions`, `params`, `cards`, `telemetry`, `control`, `handover`."""
+    """Return our subject for a topic.
+
+    There are `decisions`, `params`, `coefficients`, `cards`, `telemetry`, `control` and `handover`.
+    """
     return f"poa.{namespace}.{topic}"
 
 
@@ -123,6 +127,56 @@ class Cards(msgspec.Struct, frozen=True, kw_only=True):
     version: int = VERSION
     sent_at_s: float
     cards: tuple[WorkerCard, ...]
+
+
+class WorkerSpeed(msgspec.Struct, frozen=True, array_like=True):
+    """One rank's latency model, and what it last said it carries, whichever router sent it.
+
+    samples:                         passes behind the curve; 0 where it is its pool's
+    running_requests, kv_tokens:     decoding in its last pass, and the KV tokens they hold
+    queued_*:                        waiting for their prefill, or preempted; the tokens are raw prompt
+    None is unknown, never zero.
+    """
+
+    worker_id: int
+    dp_rank: int
+    curve: Curve
+    samples: float = 0.0
+    running_requests: Count | None = None
+    kv_tokens: Count | None = None
+    queued_requests: Count | None = None
+    queued_prefill_tokens: Count | None = None
+
+
+class PoolSpeed(msgspec.Struct, frozen=True, kw_only=True):
+    """What holds for a pool's worker of which nothing else is known.
+
+    output_tokens_mean:  decode iterations of a request, mean over those of late; None where it is not known
+    """
+
+    curve: Curve
+    output_tokens_mean: float | None = None
+
+
+class Coefficients(msgspec.Struct, frozen=True, kw_only=True):
+    """Controller to routers, on `poa.<namespace>.coefficients`: what marginal cost is computed from.
+
+    Sent on every tick while the setting in force has `selection` marginal.
+
+    revision:  grows with each message of one controller
+    lease_s:   a router that hears nothing for so long falls back to Dynamo's own selection
+    routers:   how many share the workers
+    pools:     by role
+    """
+
+    version: int = VERSION
+    controller_id: Name
+    revision: Count
+    sent_at_s: float
+    lease_s: Annotated[float, msgspec.Meta(gt=0, le=3600)] = 10.0
+    routers: Annotated[int, msgspec.Meta(ge=0, le=2**16)] = 1
+    pools: Annotated[dict[Role, PoolSpeed], msgspec.Meta(max_length=8)] = {}
+    workers: Annotated[tuple[WorkerSpeed, ...], msgspec.Meta(max_length=2**16)] = ()
 
 
 # Dynamo's part. Everything below is Dynamo's wire format, not ours to change; unknown fields are ignored.
@@ -323,6 +377,7 @@ class _Version(msgspec.Struct, gc=False):
     version: int
 
 
+_decode_coefficients = msgspec.msgpack.Decoder(Coefficients).decode
 _decode_cards = msgspec.msgpack.Decoder(Cards).decode
 _decode_envelope = msgspec.msgpack.Decoder(_Envelope).decode
 _decode_events = msgspec.msgpack.Decoder(list[_RouterEvent]).decode
@@ -511,4 +566,38 @@ def decode_cards(data: bytes) -> Cards:
         sizes = (card.kv_block_size, card.total_kv_blocks, card.max_num_seqs, card.max_num_batched_tokens)
         if any(size is not None and size < 1 for size in sizes):
             raise WireError("impossible_value", f"worker {card.worker_id}: sizes {sizes} must be >= 1")
+    return message
+
+
+def decode_coefficients(data: bytes) -> Coefficients:
+    """Decode a message of the coefficients subject.
+
+    Raises:   WireError and nothing else. Reasons: `too_large`, `not_msgpack`, `coefficients`, `version`,
+              `impossible_value`.
+    """
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise WireError("too_large", f"{len(data)} bytes: must be <= {MAX_MESSAGE_BYTES}")
+    try:
+        message = _decode_coefficients(data)
+    except msgspec.ValidationError as error:
+        raise WireError("coefficients", str(error)) from error
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise WireError("not_msgpack", str(error)) from error
+    if message.version > VERSION:
+        raise WireError("version", f"coefficients of version {message.version}: must be <= {VERSION}")
+    numbers = [("sent_at_s", message.sent_at_s)]
+    for role, pool in message.pools.items():
+        numbers += [(f"{role}.{key}", value) for key, value in msgspec.structs.asdict(pool.curve).items()]
+        numbers.append((f"{role}.output_tokens_mean", pool.output_tokens_mean or 0.0))
+    for worker in message.workers:
+        if not 0 <= worker.worker_id <= MAX_U64 or not 0 <= worker.dp_rank < 2**32:
+            raise WireError("impossible_value", f"worker {worker.worker_id} rank {worker.dp_rank}: no such")
+        numbers.append((f"{worker.worker_id}.samples", worker.samples))
+        numbers += [
+            (f"{worker.worker_id}.{key}", value)
+            for key, value in msgspec.structs.asdict(worker.curve).items()
+        ]
+    for key, value in numbers:
+        if not 0 <= value < math.inf:  # NaN fails this too
+            raise WireError("impossible_value", f"{key} = {value}: must be finite and >= 0")
     return message

@@ -21,7 +21,7 @@ from dynamo_poa.loop import ControlLoop
 from dynamo_poa.policies import make_policy
 from dynamo_poa.pricing import Pricer
 from dynamo_poa.tick import Settings
-from dynamo_poa.values import Candidate, Outcome, Role, RouterParams, WorkerCard
+from dynamo_poa.values import Candidate, Outcome, Role, RouterParams, Setting, WorkerCard
 from dynamo_poa.wire import Chosen, DecisionBatch, Ended, FirstToken
 
 STATIC = (0.2, 0.9)
@@ -132,8 +132,8 @@ class Graph:
             Settings(
                 namespace="poa",
                 config=self.config,
-                policy=make_policy(self.config.policy, STATIC),
-                static=STATIC,
+                policy=make_policy(self.config.policy),
+                static=Setting(*STATIC),
             ),
             clock=self.clock,
             bus=self.bus,

@@ -23,6 +23,7 @@ from dynamo_poa.values import (
     Regime,
     Role,
     RouterParams,
+    Setting,
     TtftSample,
     WorkerCard,
     WorkerKey,
@@ -35,7 +36,9 @@ def settings(mode=Mode.ACTIVE, **config):
     config = ControllerConfig(
         mode=mode, regime=RegimeConfig(unit="seconds", theta1=1.0, theta2=10.0), **config
     )
-    return Settings(namespace="poa", config=config, policy=make_policy(PolicyConfig(), STATIC), static=STATIC)
+    return Settings(
+        namespace="poa", config=config, policy=make_policy(PolicyConfig()), static=Setting(*STATIC)
+    )
 
 
 class Channel:
@@ -130,10 +133,11 @@ def test_a_regime_change_publishes_both_values_at_once_and_says_so():
         {"regime": "transition"},
     )
     assert regime_event.details["threshold_s"] == 1.0
+    dynamos_own = {"prefill_load_scale": None, "selection": "kv"}
     assert (params_event.name, params_event.before, params_event.after) == (
         "poa.params.applied",
-        {"router_temperature": 0.0, "overlap_weight": 1.0},
-        {"router_temperature": 0.7, "overlap_weight": 1.0},
+        {"router_temperature": 0.0, "overlap_weight": 1.0} | dynamos_own,
+        {"router_temperature": 0.7, "overlap_weight": 1.0} | dynamos_own,
     )
     assert params_event.details["revision"] == 2
     assert params_event.reason == regime_event.reason == "TTFT P99 2.000 s at or over θ1 1.000 s"

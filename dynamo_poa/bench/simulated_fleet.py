@@ -23,7 +23,7 @@ from dynamo_poa.load import RankLoad, WorkerState
 from dynamo_poa.policies import make_policy
 from dynamo_poa.tick import ControllerState, Effects, Observation, Settings
 from dynamo_poa.ttft import sample_of
-from dynamo_poa.values import Regime, Role, RouterParams, TtftSample, WorkerCard, WorkerKey
+from dynamo_poa.values import Regime, Role, RouterParams, Setting, TtftSample, WorkerCard, WorkerKey
 from dynamo_poa.wire import ForwardPass
 
 ARRIVAL, PASS, IDLE, END = range(4)
@@ -268,11 +268,11 @@ class Controlled:
     def __init__(self, shape: Shape, seed: int, config: ControllerConfig | None = None) -> None:
         self.config = config or ControllerConfig()
         self.fleet = SimulatedFleet(shape, seed)
-        static = (0.0, 1.0)
+        static = Setting(0.0, 1.0)
         self._settings = Settings(
             namespace="poa",
             config=self.config,
-            policy=make_policy(self.config.policy, static),
+            policy=make_policy(self.config.policy),
             static=static,
         )
         self.state = ControllerState()

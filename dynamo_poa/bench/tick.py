@@ -35,7 +35,7 @@ from dynamo_poa.policies import make_policy
 from dynamo_poa.pricing import Found, Pricer
 from dynamo_poa.telemetry import BusSink, LogSink
 from dynamo_poa.tick import Settings
-from dynamo_poa.values import Role, WorkerCard
+from dynamo_poa.values import Role, Setting, WorkerCard
 
 WORKERS = 64
 WINDOW = 512
@@ -149,14 +149,14 @@ async def _ticks(url: str, log: Any, ticks: int, kind: Kind) -> Spent:
         for worker in workers
     ]
     metrics = ControllerMetrics(lambda: fleet.workers(clock.monotonic_s()))
-    static = (router.router_temperature, router.overlap_weight)
+    static = Setting(router.router_temperature, router.overlap_weight)
     async with Bus(url, name="bench-tick", clock=SystemClock()) as bus:
         await bus.wait_connected(10.0)
         loop = ControlLoop(
             Settings(
                 namespace=common.namespace,
                 config=config,
-                policy=make_policy(config.policy, static),
+                policy=make_policy(config.policy),
                 static=static,
             ),
             clock=clock,

@@ -1,43 +1,40 @@
-"""Which parameters belong to the load regime.
+"""Which policies there are.
 
-Owns: the contract of a policy and the registry of those there are.
-Does not own: the regime (regime.py) or whether the answer is applied (controller.py).
-Invariant: a policy is pure and answers every regime with values that RouterParams accepts; one conformance
-           suite runs over all of them (tests/test_policies.py).
+Owns: the registry.
+Does not own: the contract of a policy (protocol.py), the regime (regime.py), whether an answer is applied
+              (controller.py).
+Invariant: what is here is what the configuration offers; one conformance suite runs over all of them
+           (tests/test_policies.py).
 """
 
 from collections.abc import Callable
-from typing import Protocol
 
-from dynamo_poa.config import PolicyConfig
+from dynamo_poa.config import PolicyConfig, PolicyName
+from dynamo_poa.policies.marginal import MarginalPolicy
+from dynamo_poa.policies.protocol import Answer, Policy, View
 from dynamo_poa.policies.static import StaticPolicy
 from dynamo_poa.policies.table import TablePolicy
-from dynamo_poa.values import REGIMES, Regime
+from dynamo_poa.values import REGIMES
 
-Pair = tuple[float, float]  # router_temperature, overlap_weight
-
-
-class Policy(Protocol):
-    """Decides parameters; `name` is its key in the configuration."""
-
-    name: str
-
-    def decide(self, regime: Regime) -> Pair:
-        """Return (router_temperature, overlap_weight) for the regime."""
-        ...
+__all__ = ["POLICIES", "Answer", "Policy", "View", "make_policy", "make_shadow"]
 
 
-def _table(config: PolicyConfig, static: Pair) -> Policy:
+def _table(config: PolicyConfig) -> Policy:
     return TablePolicy({regime: getattr(config, regime) for regime in REGIMES})
 
 
-def _static(config: PolicyConfig, static: Pair) -> Policy:
-    return StaticPolicy(static)
+POLICIES: dict[PolicyName, Callable[[PolicyConfig], Policy]] = {
+    "static": lambda config: StaticPolicy(),
+    "table": _table,
+    "marginal": lambda config: MarginalPolicy(),
+}
 
 
-POLICIES: dict[str, Callable[[PolicyConfig, Pair], Policy]] = {"static": _static, "table": _table}
+def make_policy(config: PolicyConfig) -> Policy:
+    """Return the policy whose word counts."""
+    return POLICIES[config.name](config)
 
 
-def make_policy(config: PolicyConfig, static: Pair) -> Policy:
-    """Return the configured policy. `static` is the router's own (τ, ω)."""
-    return POLICIES[config.name](config, static)
+def make_shadow(config: PolicyConfig) -> Policy | None:
+    """Return the policy that is only asked and recorded, None when none is configured."""
+    return POLICIES[config.shadow](config) if config.shadow else None

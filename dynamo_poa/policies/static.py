@@ -4,7 +4,7 @@ Owns: answering with the configured static parameters, whatever the regime.
 Does not own: those parameters; they are the router's.
 """
 
-from dynamo_poa.values import Regime
+from dynamo_poa.policies.protocol import Answer, View
 
 
 class StaticPolicy:
@@ -12,9 +12,9 @@ class StaticPolicy:
 
     name = "static"
 
-    def __init__(self, weights: tuple[float, float]) -> None:
-        self._weights = weights
+    def start(self) -> None:
+        """Remember nothing."""
 
-    def decide(self, regime: Regime) -> tuple[float, float]:
-        """Return the same (τ, ω) always."""
-        return self._weights
+    def decide(self, state: None, view: View) -> tuple[None, Answer]:
+        """Return the static setting always."""
+        return None, Answer(view.static, self.name)

@@ -55,7 +55,7 @@ def _choices(bare: Any) -> str:
     if get_origin(bare) is tuple and get_origin(get_args(bare)[0]) is Literal:
         return "any of " + ", ".join(get_args(get_args(bare)[0]))
     if get_origin(bare) is Literal:
-        return ", ".join(get_args(bare))
+        return ", ".join(name or '""' for name in get_args(bare))
     return ", ".join(Mode) if bare is Mode else ""
 
 

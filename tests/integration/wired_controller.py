@@ -19,7 +19,7 @@ from dynamo_poa.policies import make_policy
 from dynamo_poa.pricing import Pricer
 from dynamo_poa.telemetry import BusSink, MetricsServer, TelemetryRecord
 from dynamo_poa.tick import Settings
-from dynamo_poa.values import WorkerCard
+from dynamo_poa.values import Setting, WorkerCard
 
 CLOCK = SystemClock()
 STATIC = (0.0, 1.0)
@@ -75,8 +75,8 @@ async def wired_controller(
             Settings(
                 namespace=common.namespace,
                 config=config,
-                policy=make_policy(config.policy, STATIC),
-                static=STATIC,
+                policy=make_policy(config.policy),
+                static=Setting(*STATIC),
             ),
             clock=CLOCK,
             bus=bus,
