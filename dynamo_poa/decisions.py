@@ -1,7 +1,7 @@
 """What the routers have done lately: decisions, requests in flight, time to first token, refusals.
 
-Owns: the windows of priced decisions, of TTFT and of arrivals; what is known of each router; counts of what
-      was lost or refused.
+Owns: the windows of priced decisions, of TTFT and of arrivals; how each request that ended fared; what is
+      known of each router; counts of what was lost or refused.
 Does not own: the wire format (wire.py), joining a request's legs (flight.py), PoA-hat (estimator.py).
 Invariant: bounded whatever routers send; ages are measured from local receipt, never from a sender's clock;
            bad input is counted and dropped, never raised.
@@ -18,12 +18,22 @@ from dynamo_poa.flight import Flight, InFlight, Uncached
 from dynamo_poa.frozen import PricedDecision, price
 from dynamo_poa.overlap import OverlapWindow
 from dynamo_poa.ttft import sample_of
-from dynamo_poa.values import MAX_REVISION, CacheView, Decision, Outcome, Role, TtftSample, WorkerKey
+from dynamo_poa.values import (
+    MAX_REVISION,
+    CacheView,
+    Decision,
+    Outcome,
+    RequestOutcome,
+    Role,
+    TtftSample,
+    WorkerKey,
+)
 
 MAX_ROUTERS = 256
 MAX_REQUESTS = 100_000  # joined at once; 20 MB
 MAX_SAMPLES = 50_000  # TTFT measurements in a window; a graph on one machine makes a tenth
 MAX_SIZES = 1024  # prompts whose size is remembered, no longer than stale_s
+MAX_OUTCOMES = 4096  # told at one tick; of more the oldest are dropped and counted
 MAX_TTFT_S = 3600.0  # more is a clock, not a wait
 
 _decode_batch = msgspec.msgpack.Decoder(wire.DecisionBatch).decode
@@ -75,6 +85,7 @@ class DecisionLog:
     dropped:     events that routers say they dropped
     unrecorded:  decisions that came without candidates, as most do under load (`candidates_per_s`)
     unpriced:    decisions whose candidates are impossible, or lack the chosen worker
+    untold:      outcomes of requests dropped because too many ended between two ticks
     """
 
     def __init__(
@@ -94,6 +105,7 @@ class DecisionLog:
         self.dropped = 0
         self.unrecorded = 0
         self.unpriced = 0
+        self.untold = 0
         self.batches = 0
         self.last_batch_at_s: float | None = None
         self._window = window
@@ -109,6 +121,7 @@ class DecisionLog:
         self._ttft: deque[tuple[float, float]] = deque(maxlen=MAX_SAMPLES)
         self._ttft_fresh = False
         self._sizes: deque[tuple[float, int]] = deque(maxlen=MAX_SIZES)  # prompt tokens to be computed
+        self._outcomes: deque[RequestOutcome] = deque(maxlen=MAX_OUTCOMES)
         self._arrived = 0
         self._arrivals: deque[tuple[float, int, int]] = deque()  # per batch: at, arrived, of them shed
         self._heard_since_s: float | None = None
@@ -148,7 +161,7 @@ class DecisionLog:
                 refused_at_door = event.outcome is Outcome.SHED and event.request_id not in self.flight
                 arrived += refused_at_door
                 self.outcomes[event.role, event.outcome] += 1
-                shed += self.flight.ended(event, at_s)
+                shed += self._ended(event, batch.params_revision, at_s)
         if arrived or shed:
             self._arrivals.append((at_s, arrived, shed))
             self._arrived += arrived
@@ -187,6 +200,12 @@ class DecisionLog:
         """Return TTFT over the window; `fresh` tells whether any came since the last call."""
         fresh, self._ttft_fresh = self._ttft_fresh, False
         return sample_of((ttft_s for _, ttft_s in self._ttft), fresh=fresh, source="decisions")
+
+    def take_outcomes(self) -> tuple[RequestOutcome, ...]:
+        """Return how the requests fared that ended since the last call, oldest first."""
+        told = tuple(self._outcomes)
+        self._outcomes.clear()
+        return told
 
     def traffic(self, at_s: float) -> Traffic:
         """Return the load that the routers see."""
@@ -313,5 +332,34 @@ class DecisionLog:
         if not 0 < ttft_s <= MAX_TTFT_S:
             self.refused["impossible_ttft"] += 1
             return
+        request.ttft_s = ttft_s
         self._ttft.append((at_s, ttft_s))
         self._ttft_fresh = True
+
+    def _ended(self, event: wire.Ended, revision: int, at_s: float) -> bool:
+        """Take in the end of a leg; tell whether its request was refused by it.
+
+        A request has fared well when its answering leg has, and badly when any leg failed or was refused,
+        which is told once: its other leg may end as refused, too, or not be heard of again.
+        """
+        request = self.flight.get(event.request_id)
+        refused = self.flight.ended(event, at_s)
+        if refused or (event.outcome is Outcome.FAILED and request is not None):
+            decided_at_s = at_s if request is None else request.decided_at_s
+            revision = revision if request is None else request.revision
+            self._tell(RequestOutcome(revision=revision, decided_at_s=decided_at_s, failed=True))
+        elif event.outcome is Outcome.OK and event.role in self._answering and request is not None:
+            e2e_s = event.at_s - request.received_at_s
+            self._tell(
+                RequestOutcome(
+                    revision=request.revision,
+                    decided_at_s=request.decided_at_s,
+                    ttft_s=request.ttft_s,
+                    e2e_s=e2e_s if 0 < e2e_s <= MAX_TTFT_S else None,
+                )
+            )
+        return refused
+
+    def _tell(self, outcome: RequestOutcome) -> None:
+        self.untold += len(self._outcomes) == MAX_OUTCOMES
+        self._outcomes.append(outcome)

@@ -70,14 +70,30 @@ class Request:
     """One request over its legs.
 
     received_at_s:   when its earliest known leg reached a router, on the router's clock
+    decided_at_s:    when its first decision was heard of
+    revision:        of the parameters that one was made under
+    ttft_s:          receipt to the answering leg's first token; None before it, and when it is impossible
     prefilled_at_s:  when its prefill leg gave its first token; None before, and where there is no such leg
     refused:         by Dynamo, on one leg
     """
 
-    __slots__ = ("answered", "has_prefill", "legs", "prefilled_at_s", "received_at_s", "refused")
+    __slots__ = (
+        "answered",
+        "decided_at_s",
+        "has_prefill",
+        "legs",
+        "prefilled_at_s",
+        "received_at_s",
+        "refused",
+        "revision",
+        "ttft_s",
+    )
 
-    def __init__(self, received_at_s: float) -> None:
+    def __init__(self, received_at_s: float, decided_at_s: float, revision: int) -> None:
         self.received_at_s = received_at_s
+        self.decided_at_s = decided_at_s
+        self.revision = revision
+        self.ttft_s: float | None = None
         self.legs: dict[Role, _Leg] = {}
         self.answered = False
         self.has_prefill = False
@@ -102,6 +118,10 @@ class Flight:
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._requests
+
+    def get(self, request_id: str) -> Request | None:
+        """Return a request that is known, None otherwise."""
+        return self._requests.get(request_id)
 
     @property
     def waiting(self) -> int:
@@ -136,7 +156,7 @@ class Flight:
             if len(self._requests) >= self._max_requests:
                 self._forget(next(iter(self._requests)))
                 self.forgotten += 1
-            request = self._requests[event.request_id] = Request(event.received_at_s)
+            request = self._requests[event.request_id] = Request(event.received_at_s, at_s, event.revision)
         request.received_at_s = min(request.received_at_s, event.received_at_s)
         request.has_prefill |= event.role is Role.PREFILL
         self._end_leg(event.request_id, request, event.role)  # of an attempt before this one
@@ -166,7 +186,7 @@ class Flight:
         refused = event.outcome is Outcome.SHED
         if request is None:
             if refused and event.role not in self._answering and len(self._requests) < self._max_requests:
-                request = self._requests[event.request_id] = Request(event.at_s)
+                request = self._requests[event.request_id] = Request(event.at_s, at_s, 0)
                 request.refused = True
                 self._lingering[event.request_id] = at_s
             return refused

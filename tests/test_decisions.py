@@ -5,8 +5,8 @@ import math
 import msgspec
 import pytest
 
-from dynamo_poa.decisions import MAX_ROUTERS, DecisionLog, Traffic
-from dynamo_poa.values import Candidate, Outcome, Role, TtftSample, WorkerKey
+from dynamo_poa.decisions import MAX_OUTCOMES, MAX_ROUTERS, DecisionLog, Traffic
+from dynamo_poa.values import Candidate, Outcome, RequestOutcome, Role, TtftSample, WorkerKey
 from dynamo_poa.wire import Chosen, DecisionBatch, Ended, FirstToken
 
 WALL = 1_800_000_000.0
@@ -312,3 +312,43 @@ def test_traffic_tells_the_size_of_the_prompts_that_have_to_be_computed(decision
     assert traffic.tokens_effective == (32**2 + 64**2) / 96
     decisions.advance(40.0)
     assert decisions.traffic(40.0).tokens_mean is None
+
+
+def test_a_request_that_ended_well_is_told_once_with_its_first_decision(decisions):
+    """Receipt to first token and to the end over both legs; the first decision: revision, when heard of."""
+    router = Router()
+    decisions.apply(router.batch(chosen("a", P, 1.0), first("a", 1.2, P), ended("a", 1.2, P)), 1.25)
+    assert decisions.take_outcomes() == ()  # a prefill leg's end is not the request's
+    decisions.apply(router.batch(chosen("a", D, 1.25), first("a", 1.5), ended("a", 3.0)), 3.25)
+    (told,) = decisions.take_outcomes()
+    assert (told.revision, told.decided_at_s, told.failed) == (1, 1.25, False)
+    assert (told.ttft_s, told.e2e_s) == (0.5, 2.0)
+    assert decisions.take_outcomes() == ()
+
+
+def test_a_failure_is_told_once_and_a_caller_who_went_away_is_none(decisions):
+    """Failed on either leg, or refused; the second leg's end of a refused request says nothing new."""
+    router = Router()
+    decisions.apply(router.batch(chosen("a", P), ended("a", role=P, outcome=Outcome.FAILED)), 1.0)
+    decisions.apply(router.batch(chosen("b"), ended("b", outcome=Outcome.CANCELLED)), 2.0)
+    decisions.apply(router.batch(ended("c", role=P, outcome=Outcome.SHED), params_revision=7), 3.0)
+    decisions.apply(router.batch(chosen("c"), ended("c", outcome=Outcome.SHED)), 4.0)
+    assert decisions.take_outcomes() == (
+        RequestOutcome(revision=1, decided_at_s=1.0, failed=True),
+        RequestOutcome(revision=7, decided_at_s=3.0, failed=True),
+    )
+
+
+def test_an_impossible_duration_is_not_told(decisions):
+    """S7: a clock that was set back makes no end-to-end time."""
+    decisions.apply(Router().batch(chosen("a", at_s=5.0), first("a", 4.0), ended("a", 4.5)), 1.0)
+    assert decisions.take_outcomes() == (RequestOutcome(revision=1, decided_at_s=1.0),)
+
+
+def test_outcomes_between_two_ticks_are_bounded(decisions):
+    """Of too many the oldest go, counted."""
+    router = Router()
+    for number in range(MAX_OUTCOMES + 2):
+        decisions.apply(router.batch(chosen(str(number)), ended(str(number), 1.0)), float(number))
+    told = decisions.take_outcomes()
+    assert (len(told), told[0].decided_at_s, decisions.untold) == (MAX_OUTCOMES, 2.0, 2)
