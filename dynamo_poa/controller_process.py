@@ -19,6 +19,7 @@ from dynamo_poa import dynamo_host, telemetry
 from dynamo_poa.bus import Bus
 from dynamo_poa.cards import CardsSink
 from dynamo_poa.clock import Clock, SystemClock
+from dynamo_poa.coefficients_sink import CoefficientsSink
 from dynamo_poa.config import CommonConfig, ControllerConfig, RouterConfig
 from dynamo_poa.control import ControlService
 from dynamo_poa.controller_metrics import ControllerMetrics
@@ -27,14 +28,15 @@ from dynamo_poa.errors import BusError, ParamsError
 from dynamo_poa.fleet import Fleet
 from dynamo_poa.latency import LatencyBook
 from dynamo_poa.loop import ControlLoop
+from dynamo_poa.output_tokens import OutputTokens
 from dynamo_poa.params import ParamsPublisher, decode_heartbeat
 from dynamo_poa.policies import make_policy, make_shadow
 from dynamo_poa.pricing import Pricer
 from dynamo_poa.telemetry import BusSink, LogSink, MetricsServer, configure_logging
 from dynamo_poa.tick import Settings
 from dynamo_poa.ttft import FrontendScraper
-from dynamo_poa.values import Role, Setting, WorkerCard
-from dynamo_poa.wire import FORWARD_PASS_METRICS, KV_EVENTS, KV_METRICS, subject
+from dynamo_poa.values import Role, Setting, WorkerCard, WorkerKey
+from dynamo_poa.wire import FORWARD_PASS_METRICS, KV_EVENTS, KV_METRICS, ForwardPass, subject
 
 log = structlog.get_logger()
 
@@ -72,13 +74,19 @@ class ControllerProcess:
             asyncio.get_running_loop().add_signal_handler(number, self._stop.set)
         controller_id = f"controller-{os.getpid()}"
         book = LatencyBook(half_life_s=config.latency_half_life_s, straggler_factor=config.straggler_factor)
+        output_tokens = OutputTokens()
+
+        def on_pass(key: WorkerKey, card: WorkerCard, done: ForwardPass, at_s: float) -> None:
+            book.observe(key, card, done, at_s)
+            output_tokens.observe(key, card, done, at_s)
+
         exposed = common.namespace if self._router.exposes_decode else None
         fleet = Fleet(
             common.worker_namespace,
             config.stale_s,
             exposed=exposed,
             routers_synced=self._router.replica_sync,
-            on_pass=book.observe,
+            on_pass=on_pass,
         )
         decisions = self._decision_log()
         pricer = Pricer(config.estimate_window_s, book)
@@ -117,6 +125,17 @@ class ControllerProcess:
                     BusSink(bus, common.namespace),
                     metrics,
                     CardsSink(bus, common.namespace, cards, clock),
+                    CoefficientsSink(
+                        bus,
+                        common.namespace,
+                        controller_id,
+                        clock,
+                        decisions=decisions,
+                        output_tokens=output_tokens,
+                        workers=lambda: fleet.workers(clock.monotonic_s()),
+                        latencies=lambda: pricer.latencies,
+                        pools=book.pool_curves,
+                    ),
                 ),
             )
             await stack.enter_async_context(

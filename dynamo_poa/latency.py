@@ -194,6 +194,10 @@ class LatencyBook:
             if role in self._pools
         }
 
+    def pool_curves(self) -> dict[Role, Curve]:
+        """Return each pool's curve: that of a worker of which nothing else is known."""
+        return {role: curve_of(terms) for role, terms in dict(self._pools).items()}
+
     def _with_card(self, key: WorkerKey, card: WorkerCard) -> _Worker:
         worker = self._workers.get(key)
         if worker is None or _shape(worker.card) != _shape(card):

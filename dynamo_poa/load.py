@@ -31,6 +31,7 @@ class WorkerState(msgspec.Struct, frozen=True, kw_only=True):
     queued_requests:       waiting for their prefill, or preempted
     busy_frac:             share of the last BUSY_WINDOW_S in which a forward pass ran
     iteration_s:           mean time of the passes in it that only decoded
+    decoding_*:            as of its last pass but those that only prefilled, in which the others wait
     prefill_tokens_total:  computed since the rank appeared, each pass counted once
     """
 
@@ -50,6 +51,8 @@ class WorkerState(msgspec.Struct, frozen=True, kw_only=True):
     prefill_tokens_total: int
     cache: CacheState
     iteration_s: float | None = None
+    decoding_requests: int | None = None
+    decoding_kv_tokens: int | None = None
 
 
 class Publisher:
@@ -89,6 +92,7 @@ class RankLoad:
         self._booked: dict[int, _Booked] = {}
         self._last_pass: ForwardPass | None = None
         self._last_pass_at_s = at_s
+        self._decoding: ForwardPass | None = None
         self._first_pass_at_s = at_s
         # Receipt, wall time, whether it only decoded.
         self._passes: deque[tuple[float, float, bool]] = deque(maxlen=MAX_PASSES)
@@ -114,6 +118,8 @@ class RankLoad:
             if self._last_pass is None:
                 self._first_pass_at_s = at_s - done.wall_time_s
             self._last_pass = done
+            if done.decode_requests or not done.prefill_requests:
+                self._decoding = done
             self._last_pass_at_s = at_s
         return True
 
@@ -157,6 +163,7 @@ class RankLoad:
         """
         live_after_s = at_s - stale_s
         last = self._last_pass if self._last_pass_at_s >= live_after_s else None
+        decoding = self._decoding if last else None
         kv_used_blocks = self._kv_used_now(live_after_s, last)
         routers = [
             booked
@@ -188,6 +195,8 @@ class RankLoad:
             prefill_tokens_total=self._prefill_tokens_total,
             cache=self.cache.state(),
             iteration_s=self._iteration_s(at_s),
+            decoding_requests=decoding.decode_requests if decoding else None,
+            decoding_kv_tokens=decoding.decode_kv_tokens if decoding else None,
         )
 
     def _kv_used_now(self, live_after_s: float, last: ForwardPass | None) -> int | None:

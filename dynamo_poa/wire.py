@@ -132,9 +132,11 @@ class Cards(msgspec.Struct, frozen=True, kw_only=True):
 class WorkerSpeed(msgspec.Struct, frozen=True, array_like=True):
     """One rank's latency model, and what it last said it carries, whichever router sent it.
 
-    samples:                         passes behind the curve; 0 where it is its pool's
-    running_requests, kv_tokens:     decoding in its last pass, and the KV tokens they hold
-    queued_*:                        waiting for their prefill, or preempted; the tokens are raw prompt
+    samples:                      passes behind the curve; 0 where it is its pool's
+    running_requests, kv_tokens:  past their first token, and the KV tokens they hold
+    queued_requests:              before it, waiting or in a prefill pass, or preempted
+    queued_prefill_tokens:        of those that wait, raw prompt
+
     None is unknown, never zero.
     """
 

@@ -1,0 +1,49 @@
+"""How many decode iterations a request takes, by pool.
+
+Owns: the ratio of what a pool's passes decoded to the requests that ended there, of late.
+Does not own: the passes (fleet.py), the requests that ended (decisions.py), what the mean is used for.
+Invariant: unknown until enough requests have ended; then the last one known, also when traffic ceases.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+
+from dynamo_poa.values import Role, WorkerCard, WorkerKey
+from dynamo_poa.wire import ForwardPass
+
+MEMORY_S = 30.0  # weight of what happened so long ago: 1/e
+ENOUGH_REQUESTS = 8.0  # weighted; before that, what is decoded belongs to requests that have yet to end
+
+
+class OutputTokens:
+    """Counts as it goes; `mean` holds what is known.
+
+    mean = decoded / ended, both weighted by exp(-age / MEMORY_S)
+    """
+
+    def __init__(self) -> None:
+        self.mean: dict[Role, float] = {}
+        self._decoded: Counter[Role] = Counter()  # since the last update
+        self._weighted: dict[Role, tuple[float, float]] = {}  # decoded, ended
+        self._ended: dict[Role, int] = {}
+        self._at_s: float | None = None
+
+    def observe(self, key: WorkerKey, card: WorkerCard, done: ForwardPass, at_s: float) -> None:
+        """Count what a pass decoded: one token of each request in it."""
+        if done.decode_requests:
+            self._decoded[card.role] += done.decode_requests
+
+    def update(self, at_s: float, ended: Mapping[Role, int]) -> None:
+        """Take in how many requests have ended by role since the start, at a monotonic instant."""
+        elapsed_s = 0.0 if self._at_s is None else max(0.0, at_s - self._at_s)
+        self._at_s = at_s
+        weight = math.exp(-elapsed_s / MEMORY_S)
+        for role in {*self._decoded, *self._weighted}:
+            decoded, requests = self._weighted.get(role, (0.0, 0.0))
+            decoded = weight * decoded + self._decoded.pop(role, 0)
+            requests = weight * requests + ended.get(role, 0) - self._ended.get(role, 0)
+            self._weighted[role] = (decoded, requests)
+            if requests >= ENOUGH_REQUESTS and decoded:
+                self.mean[role] = decoded / requests
+        self._ended = dict(ended)
