@@ -377,7 +377,7 @@ _PAIR = Knob(
 )
 
 
-PolicyName = Literal["static", "table", "marginal"]
+PolicyName = Literal["static", "table", "auto", "marginal"]
 
 
 class PolicyConfig(Section, frozen=True, kw_only=True):
@@ -388,7 +388,7 @@ class PolicyConfig(Section, frozen=True, kw_only=True):
     name: Annotated[
         PolicyName,
         Knob(
-            "`static` never moves; `table` is the paper's; `marginal` lets the plugin pick each request's worker by what it costs all"
+            "`static` never moves; `table` is the paper's; `auto` tries changes and keeps those that help; `marginal` lets the plugin pick each request's worker by what it costs all"
         ),
     ] = "table"
     shadow: Annotated[
@@ -406,6 +406,53 @@ class PolicyConfig(Section, frozen=True, kw_only=True):
     below: Annotated[tuple[float, float], _PAIR] = (0.0, 1.0)
     transition: Annotated[tuple[float, float], _PAIR] = (0.7, 1.0)
     saturated: Annotated[tuple[float, float], _PAIR] = (0.8, 0.1)
+    auto_start: Annotated[
+        Literal["static", "table"],
+        Knob("what `auto` begins with and goes back to: static, or the table's pairs"),
+    ] = "static"
+    slot_s: Annotated[
+        float, Knob("`auto` compares two settings in turns of so long", "s", low=0.5, high=600)
+    ] = 4.0
+    settle_s: Annotated[
+        float,
+        Knob(
+            "requests so early in a turn still meet the queues of the one before and do not count",
+            "s",
+            low=0,
+            high=300,
+        ),
+    ] = 1.0
+    max_pairs: Annotated[
+        int, Knob("pairs of turns after which a trial that shows nothing ends", low=4, high=64)
+    ] = 8
+    min_requests: Annotated[
+        int, Knob("a turn with fewer requests that ended says nothing", low=4, high=100_000)
+    ] = 20
+    rest_s: Annotated[
+        float, Knob("between two trials, or two returns to a remembered setting", "s", low=0, high=86_400)
+    ] = 15.0
+    memory_half_life_s: Annotated[
+        float,
+        Knob(
+            "what a trial showed counts half after so long, and is forgotten after twice that",
+            "s",
+            low=10,
+            high=1e6,
+        ),
+    ] = 600.0
+    prior_margin_frac: Annotated[
+        float,
+        Knob(
+            "a setting that the calibrated model predicts to cost so much more is not tried", low=0, high=10
+        ),
+    ] = 0.02
+
+    @classmethod
+    def broken_rules(cls, good: Mapping[str, Any], path: str) -> Iterator[str]:
+        """Yield that nothing of a turn would count."""
+        slot_s, settle_s = good.get("slot_s"), good.get("settle_s")
+        if slot_s is not None and settle_s is not None and settle_s >= slot_s:
+            yield f"{path}.settle_s = {settle_s!r}: must be below {path}.slot_s = {slot_s!r}"
 
 
 class ControllerConfig(Section, frozen=True, kw_only=True):

@@ -10,11 +10,12 @@ Invariant: what is here is what the configuration offers; one conformance suite 
 from collections.abc import Callable
 
 from dynamo_poa.config import PolicyConfig, PolicyName
+from dynamo_poa.policies.auto import AutoPolicy
 from dynamo_poa.policies.marginal import MarginalPolicy
 from dynamo_poa.policies.protocol import Answer, Policy, View
 from dynamo_poa.policies.static import StaticPolicy
 from dynamo_poa.policies.table import TablePolicy
-from dynamo_poa.values import REGIMES
+from dynamo_poa.values import REGIMES, Setting
 
 __all__ = ["POLICIES", "Answer", "Policy", "View", "make_policy", "make_shadow"]
 
@@ -23,9 +24,16 @@ def _table(config: PolicyConfig) -> Policy:
     return TablePolicy({regime: getattr(config, regime) for regime in REGIMES})
 
 
+def _auto(config: PolicyConfig) -> Policy:
+    if config.auto_start == "static":
+        return AutoPolicy(config)
+    return AutoPolicy(config, {regime: Setting(*getattr(config, regime)) for regime in REGIMES})
+
+
 POLICIES: dict[PolicyName, Callable[[PolicyConfig], Policy]] = {
     "static": lambda config: StaticPolicy(),
     "table": _table,
+    "auto": _auto,
     "marginal": lambda config: MarginalPolicy(),
 }
 

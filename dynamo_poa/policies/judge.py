@@ -1,0 +1,154 @@
+"""Whether one setting served its requests better than another.
+
+Owns: what is counted of a time slot's requests, the change from one slot to its partner, when a change is
+      certain enough to be kept, or bad enough to be given up.
+Does not own: which slots there are and which requests belong to them (trial.py), what follows (auto.py).
+Invariant: a change is judged on differences between slots next to each other in time, never on requests side
+           by side: those share queues, and each arm would feel the other's choices.
+Source: issue 6; false keeps of two equal settings measured by tests/test_judge.py.
+"""
+
+import math
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import NamedTuple
+
+import msgspec
+from scipy.special import stdtrit
+
+from dynamo_poa.values import RequestOutcome
+
+LOOKS_EVERY = 2  # pairs: an even number has as many slots before as after, so that a trend cancels
+MIN_KEEP_PAIRS = 4
+KEEP_SURE = (
+    0.9875  # one-sided, at each look: three looks and two figures keep equal settings in < 5 % of trials
+)
+WORSE_SURE = 0.95  # giving up a good one costs its gain only, going on with a bad one costs users
+TOLERATED = math.log(1.01)  # of the figure that is not the one to be improved
+SLOT_WORSE = math.log(1.15)  # one slot is enough ...
+SLOT_ERRORS = 2.5  # ... when it is so many standard errors
+STARVED_FRAC = 0.5  # of the share of requests that ended under the other setting
+
+
+class Verdict(StrEnum):
+    """What became of a trial; the values are the reasons that are reported."""
+
+    KEPT = "kept"
+    WORSE = "worse"
+    FAILED = "failed"
+    UNDECIDED = "undecided"
+    INTERRUPTED = "interrupted"
+    TOO_LITTLE = "too_little_traffic"
+
+
+class Tally(msgspec.Struct, frozen=True):
+    """Requests that ended: how many, and sums of log TTFT and log end-to-end time, in log seconds."""
+
+    count: int = 0
+    ttft: float = 0.0
+    ttft_squares: float = 0.0
+    e2e: float = 0.0
+    e2e_squares: float = 0.0
+    ttft_s: float = 0.0
+    e2e_s: float = 0.0
+
+    def with_requests(self, outcomes: Sequence[RequestOutcome]) -> "Tally":
+        """Return it with more requests; one without both times, or with an impossible one, is left out."""
+        count, ttft, ttft_squares, e2e, e2e_squares, ttft_s, e2e_s = msgspec.structs.astuple(self)
+        for outcome in outcomes:
+            first_s, end_s = outcome.ttft_s, outcome.e2e_s
+            if first_s is None or end_s is None or not (0 < first_s < math.inf and 0 < end_s < math.inf):
+                continue
+            log_first, log_end = math.log(first_s), math.log(end_s)
+            count += 1
+            ttft += log_first
+            ttft_squares += log_first * log_first
+            e2e += log_end
+            e2e_squares += log_end * log_end
+            ttft_s += first_s
+            e2e_s += end_s
+        return Tally(count, ttft, ttft_squares, e2e, e2e_squares, ttft_s, e2e_s)
+
+
+class Change(NamedTuple):
+    """From the setting in force to the candidate, over one pair of slots.
+
+    ttft, e2e:      of the mean logarithm: -0.1 is about 10 % less
+    ttft_s, e2e_s:  of the mean, in seconds: the logarithm makes little of the tail
+    """
+
+    ttft: float
+    e2e: float
+    ttft_s: float
+    e2e_s: float
+
+
+def change(base: Tally, candidate: Tally) -> Change:
+    """Return the change from one slot to its partner; both have requests."""
+    n, m = base.count, candidate.count
+    return Change(
+        candidate.ttft / m - base.ttft / n,
+        candidate.e2e / m - base.e2e / n,
+        candidate.ttft_s / m - base.ttft_s / n,
+        candidate.e2e_s / m - base.e2e_s / n,
+    )
+
+
+def is_far_worse(base: Tally, candidate: Tally, min_requests: int) -> bool:
+    """Tell whether one slot alone shows that the candidate harms, in TTFT or end to end.
+
+    change > log 1.15 and change > 2.5 * sqrt(var_base / n_base + var_candidate / n_candidate)
+    """
+    if min(base.count, candidate.count) < max(min_requests // 2, 2):
+        return False
+    moved = change(base, candidate)
+    for value, name in ((moved.ttft, "ttft"), (moved.e2e, "e2e")):
+        error = math.sqrt(_error_squared(base, name) + _error_squared(candidate, name))
+        if value > SLOT_WORSE and value > SLOT_ERRORS * error:
+            return True
+    return False
+
+
+def verdict(changes: Sequence[Change], max_pairs: int) -> Verdict | None:
+    """Judge the pairs so far, with Student's t over pairs.
+
+        kept:   upper bound of the TTFT change < 0, end-to-end not worse by more than 1 %, and neither mean in
+                seconds up; or the same with TTFT and end-to-end exchanged. At an even number of pairs, from 4
+        worse:  lower bound of either change > 0
+        undecided:  after max_pairs, or from 4 pairs on when neither figure has improved at all
+
+    Returns:  None while the trial should go on.
+    """
+    pairs = len(changes)
+    if pairs < 2:
+        return None
+    ttft, e2e = [one.ttft for one in changes], [one.e2e for one in changes]
+    if max(_bound(ttft, -WORSE_SURE), _bound(e2e, -WORSE_SURE)) > 0:
+        return Verdict.WORSE
+    if pairs % LOOKS_EVERY or pairs < min(MIN_KEEP_PAIRS, max_pairs):
+        return None
+    mean_ttft, mean_e2e = sum(ttft) / pairs, sum(e2e) / pairs
+    no_tail = sum(one.ttft_s for one in changes) <= 0 and sum(one.e2e_s for one in changes) <= 0
+    better = (_bound(ttft, KEEP_SURE) < 0 and mean_e2e <= TOLERATED) or (
+        _bound(e2e, KEEP_SURE) < 0 and mean_ttft <= TOLERATED
+    )
+    if better and no_tail:
+        return Verdict.KEPT
+    hopeless = mean_ttft >= 0 and mean_e2e >= 0
+    return Verdict.UNDECIDED if pairs >= max_pairs or hopeless else None
+
+
+def _bound(values: Sequence[float], sure: float) -> float:
+    """Return the bound that the mean is under with probability `sure`, over with -`sure`."""
+    n = len(values)
+    mean = sum(values) / n
+    deviation = math.sqrt(sum((value - mean) ** 2 for value in values) / (n - 1))
+    quantile = float(stdtrit(n - 1, abs(sure)))
+    side: float = math.copysign(quantile, sure)
+    return mean + side * deviation / math.sqrt(n)
+
+
+def _error_squared(tally: Tally, name: str) -> float:
+    total: float = getattr(tally, name)
+    squares: float = getattr(tally, f"{name}_squares")
+    return max(squares - total * total / tally.count, 0.0) / (tally.count - 1) / tally.count
