@@ -34,7 +34,15 @@ def test_the_policies_are_those_of_the_issue_and_each_engine_offers_its_own() ->
         "ours off",
         "ours shadow",
         "ours active",
+        "ours auto",
+        "ours marginal",
     ]
+    assert {policy.name: policy.table for policy in baselines.LIVE if policy.plugin == "active"} == {
+        "ours active": "table",
+        "ours auto": "auto",
+        "ours marginal": "marginal",
+    }
+    assert set(baselines.JUDGED) <= {policy.name for policy in baselines.LIVE}
     assert [policy.name for policy in baselines.REPLAY] == [
         "round-robin",
         "random",
@@ -84,7 +92,8 @@ def test_a_live_fleet_is_tuned_by_replay_of_what_of_it_can_be_replayed() -> None
         kv_blocks=640,
     )
     phases = (Phase(name="a", load=Closed(users=8), seconds=9.0),)
-    live = best_cell(engine="live", fleet=odd, requests=0, warm_up_s=2.0, seconds=4.0, phases=phases)
+    length = {"learn_s": 8.0, "warm_up_s": 2.0, "seconds": 4.0}
+    live = best_cell(engine="live", fleet=odd, requests=0, phases=phases, **length)
     (first, *_) = baselines.tuning_cells([live])
     assert first == Cell(
         suite="test-tuning",

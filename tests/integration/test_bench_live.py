@@ -23,7 +23,7 @@ REFUSED = Policy(name="refused", plugin="active", credit_decay=1.0)
 WORKERS = {"aggregated-0", "aggregated-1", "aggregated-2"}
 
 
-def cell(policy: Policy, load: Load) -> Cell:
+def cell(policy: Policy, load: Load, learn_s: float = 0.0) -> Cell:
     return Cell(
         suite="test",
         engine="live",
@@ -32,6 +32,7 @@ def cell(policy: Policy, load: Load) -> Cell:
         load=load,
         policy=policy,
         seed=1,
+        learn_s=learn_s,
         warm_up_s=1.0,
         seconds=2.0,
     )
@@ -79,14 +80,16 @@ def check_phases(result: Result) -> None:
 async def test_policies_take_turns_on_graphs_of_their_own_and_a_dead_graph_fails_its_cells_alone() -> None:
     """Issue 5: policies interleave; of a graph that dies the finished cells are kept and the rest marked."""
     async with Block(FLEET, (NATIVE, OURS, REFUSED)) as block:
-        native = await block.run(cell(NATIVE, Closed(users=6)))
+        native = await block.run(cell(NATIVE, Closed(users=6), learn_s=1.0))
         ours = await block.run(cell(OURS, Poisson(rate_rps=20)))
         other = await block.run(
-            cell(NATIVE, Closed(users=4))
+            cell(NATIVE, Closed(users=4), learn_s=1.0)
         )  # the same seed: its prompts are new all the same
         for result in (native, ours, other):
             check(result)
         assert sum(native.picks.values()) == native.figures["requests"]
+        assert (native.health["loaded_s"], ours.health["loaded_s"]) == (2.0, 1.0)
+        assert 2 + 2 + 1 <= other.health["loaded_s"] < 2 + 2 + 1 + 1  # a graph learns but once
         assert "poa_hat" not in native.figures
         assert {"cpu.router", "cpu.controller"} <= set(ours.health)
 

@@ -31,8 +31,11 @@ LIVE = (
     BEST,
     Policy(name="ours off", plugin="off"),
     Policy(name="ours shadow", plugin="shadow"),
-    Policy(name="ours active", plugin="active"),
+    Policy(name="ours active", plugin="active"),  # by the paper's table
+    Policy(name="ours auto", plugin="active", table="auto"),
+    Policy(name="ours marginal", plugin="active", table="marginal"),
 )
+JUDGED = ("kv", "ours active", "ours auto", "ours marginal")  # stand side by side wherever ours are judged
 _SIMULATED = ("round-robin", "random", "kv", "kv decay", "kv best")  # static, and of Dynamo's simulator
 REPLAY = tuple(policy for policy in LIVE if policy.name in _SIMULATED)
 
@@ -160,6 +163,7 @@ def _asked(cell: Cell) -> Cell:
         fleet=fleet,
         content=content,
         requests=cell.requests or TUNING_REQUESTS,
+        learn_s=0.0,
         warm_up_s=0.0,
         seconds=0.0,
         phases=(),

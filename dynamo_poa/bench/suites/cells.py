@@ -27,7 +27,7 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     """How requests are routed.
 
     plugin:  empty for Dynamo's own frontend and router; else our router and controller, in this mode
-    table:   the controller's policy where `plugin` is `active`
+    table:   the controller's policy where `plugin` is `active`: `table` is the paper's
     """
 
     name: str
@@ -103,6 +103,8 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     """One run.
 
     requests:  how many, in replay
+    learn_s:   of its live load before its warm-up, where its graph has not been through a cell yet: policies
+               that adapt learn in it, and all others have it too
     warm_up_s, seconds:  of live load before and while it is measured; of a closed loop or an open one
     phases:    instead of `load` and `seconds`, where the load changes while it is measured (live)
     """
@@ -115,6 +117,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     policy: Policy
     seed: int
     requests: int = 0
+    learn_s: float = 0.0
     warm_up_s: float = 0.0
     seconds: float = 0.0
     phases: tuple[Phase, ...] = ()
@@ -163,7 +166,8 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
               e2e_p99_s, throughput_rps, output_tokens_per_s, cached_frac, requests, failed; where known
               poa_hat, poa_low, poa_high, poa_frozen; in phases the same with `<phase>.` before them
     picks:    requests by worker, such as `prefill-0`
-    health:   of the bench itself: busy_frac, own_frac, client_frac, send_lag_p99_s, `cpu.<process>` (cores)
+    health:   of the bench itself: busy_frac, own_frac, client_frac, send_lag_p99_s, `cpu.<process>` (cores),
+              loaded_s: how long the graph had been under load when the measurement began
     """
 
     cell: Cell

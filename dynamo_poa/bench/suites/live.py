@@ -4,7 +4,8 @@ Owns: a block's life, the course of a cell: warm-up, measurement, drain; whether
 Does not own: graphs and names (live_graphs.py), the load (live_client.py), what graphs say (live_watch.py),
               figures (live_result.py), the order of cells (runner.py).
 Invariant: a cell that is started ends in a Result, whatever the graph does, unless it is cancelled. Graphs
-           keep what they have learnt from cell to cell, as a service does: caches, speeds, baselines.
+           keep what they have learnt from cell to cell, as a service does: caches, speeds, baselines. Every
+           graph has the same time to learn in before its first cell, whether or not its policy learns.
 """
 
 import asyncio
@@ -72,6 +73,7 @@ class Block:
         self._fleet, self._policies, self._poa_window_s = fleet, tuple(policies), poa_window_s
         self._clock: Clock = clock or SystemClock()
         self._running: dict[str, Running] = {}
+        self._loaded_s: dict[str, float] = {}  # how long each graph has been under load
         self._stacks: list[AsyncExitStack] = []
         self._watches, self._most_watches = 0, most_watches() if most is None else most
         if fleet.stall:
@@ -169,7 +171,11 @@ class Block:
                 await stack.enter_async_context(stalls.stalling(stall, lambda: child.pid, self._clock))
             course = _Course(cell, running, [*self._running.values()], watch, self._clock)
             client = self._client(cell, running, asked)
-            spans, given_up = await course.drive(client)
+            before_s = self._loaded_s.get(cell.policy.name, 0.0)
+            learn_s = 0.0 if before_s else cell.learn_s
+            spans, given_up = await course.drive(client, learn_s)
+            loaded_s = before_s + learn_s + cell.warm_up_s
+            self._loaded_s[cell.policy.name] = loaded_s + sum(span.seconds for span in spans)
             picks = picks_of(asked, spans, watch.chosen if plugin else None, names)
             await self._clock.sleep(SETTLE_S)
         if _lives(running) != before:
@@ -178,7 +184,13 @@ class Block:
         result = result_of(cell, asked, spans, computed)
         unended = f"{given_up} requests had no end after {DRAIN_S:g} s" if given_up else ""
         reason = "; ".join(filter(None, (result.reason, unended)))
-        return msgspec.structs.replace(result, reason=reason, picks=picks, series=tuple(watch.points))
+        return msgspec.structs.replace(
+            result,
+            reason=reason,
+            picks=picks,
+            series=tuple(watch.points),
+            health=result.health | {"loaded_s": loaded_s},
+        )
 
     def _client(self, cell: Cell, running: Running, asked: list[Asked]) -> LiveClient:
         common = running.plan.sections["Common"]
@@ -221,13 +233,16 @@ class _Course:
         self._first_phase = first_phase(cell)
         self._idle = [other for other in all_running if other is not running]
 
-    async def drive(self, client: LiveClient) -> tuple[list[Span], int]:
-        """Warm up, measure, drain; return what was measured, and how many requests were given up."""
+    async def drive(self, client: LiveClient, learn_s: float = 0.0) -> tuple[list[Span], int]:
+        """Warm up, measure, drain; return what was measured, and how many requests were given up.
+
+        Args:  learn_s: of load before the warm-up.
+        """
         cell, spans = self._cell, list[Span]()
         phases = cell.phases or (Phase(name="", load=cell.load, seconds=cell.seconds),)
         try:
             await client.load(phases[0].load, self._first_phase)
-            await self._until(client, cell.warm_up_s)
+            await self._until(client, learn_s + cell.warm_up_s)
             self._watch.phase = phases[0].name
             self._watch.count()
             for number, phase in enumerate(phases):

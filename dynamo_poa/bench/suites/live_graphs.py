@@ -66,6 +66,14 @@ def watches(plan: Plan) -> int:
     return sum(next((count for name, count in WATCHES if p.name.startswith(name)), 0) for p in plan.processes)
 
 
+def watches_of(fleet: Fleet, policy: Policy) -> int:
+    """Return the same of the graph that serves a fleet under a policy, before it is laid out."""
+    count = dict(WATCHES)
+    if not policy.plugin:
+        return count["frontend"] * fleet.routers
+    return count["frontend"] + count["router"] * fleet.routers + count["controller"]
+
+
 def most_watches() -> int | None:
     """Return how many inotify instances the kernel lets a user have; None where it does not say."""
     try:

@@ -6,23 +6,26 @@ Does not own: how one cell is run (replayed.py, live.py), where results are kept
               (command.py).
 Invariant: every cell that is handed in ends in one result, kept at once; but for a run that is interrupted
            or whose disk is full, which keeps what was finished. Policies of one workload and seed are run
-           side by side, in an order of chance.
+           side by side, in an order of chance, as far as their graphs have room at once.
 """
 
 import asyncio
 import random
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, AsyncExitStack
 from datetime import UTC, datetime
 from typing import NamedTuple, Protocol
 
+from dynamo_poa.bench.suites import baselines
 from dynamo_poa.bench.suites.cells import Cell, Fleet, Policy, Result
+from dynamo_poa.bench.suites.live_graphs import watches_of
 from dynamo_poa.errors import PoaError
 
 PROCESSES = 2
+MOST_WATCHES = 120  # of discovery, by graphs that are up at once: most kernels allow a user 128
 FAILURES_IN_A_ROW = 2  # of one policy's graph, which is then given up
 POA_WINDOW_S = (
     10.0,
@@ -87,7 +90,7 @@ def blocks(cells: Iterable[Cell]) -> tuple[tuple[Cell, ...], ...]:
     """Return live cells by the graphs that are up together, in their order.
 
     One fleet, and one policy of a name: where the best setting is another for another workload, that workload
-    gets graphs of its own.
+    gets graphs of its own. Graphs that find no room beside the others are up after them.
     """
     found: list[tuple[Fleet, dict[str, Policy], list[Cell]]] = []
     groups: dict[tuple[Fleet, str], list[Cell]] = {}
@@ -102,7 +105,30 @@ def blocks(cells: Iterable[Cell]) -> tuple[tuple[Cell, ...], ...]:
                 break
         else:
             found.append((fleet, policies, members))
-    return tuple(ordered(block) for _, _, block in found)
+    return tuple(ordered(part) for _, _, block in found for part in _with_room(block))
+
+
+def _with_room(block: Sequence[Cell]) -> Iterator[list[Cell]]:
+    """Split a block by its policies until each part's graphs may be up at once.
+
+    The default and our policies go first, the latest before the others: it is they that are compared.
+    """
+    parts: list[set[Policy]] = []
+    for policy in sorted({cell.policy for cell in block}, key=_precedence):
+        for part in parts:
+            if sum(watches_of(block[0].fleet, one) for one in {*part, policy}) <= MOST_WATCHES:
+                part.add(policy)
+                break
+        else:
+            parts.append({policy})
+    for part in parts:
+        yield [cell for cell in block if cell.policy in part]
+
+
+def _precedence(policy: Policy) -> tuple[bool, int, str]:
+    names = [known.name for known in baselines.LIVE]
+    known = names.index(policy.name) if policy.name in names else -1
+    return policy != baselines.DEFAULT, -known, policy.name
 
 
 def failed(cell: Cell, reason: str) -> Result:
