@@ -28,8 +28,8 @@ class Controlled(Protocol):
         """Hold an operator's parameters from the next tick on."""
         ...
 
-    def release(self) -> None:
-        """Give the parameters back to the policy from the next tick on."""
+    def release(self, *, forget: bool = False) -> None:
+        """Give the parameters back to the policy from the next tick on; with `forget` it begins anew."""
         ...
 
 
@@ -61,7 +61,7 @@ class ControlService:
         if self._mode is Mode.OFF:
             raise ParamsError("mode", "mode", str(self._mode), f"shadow or active for {op}")
         if op == "release":
-            self._loop.release()
+            self._loop.release(forget=_forget(command))
             return
         self._loop.pin(self._pin(command))
 
@@ -91,6 +91,13 @@ class ControlService:
             overlap_weight=params.overlap_weight,
             until_s=None if for_s is None else self._clock.monotonic_s() + for_s,
         )
+
+
+def _forget(command: dict[str, Any]) -> bool:
+    forget = command.get("forget", False)
+    if not isinstance(forget, bool):
+        raise ParamsError("type", "forget", forget, "true or false")
+    return forget
 
 
 def _command(request: bytes) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from dynamo_poa.config import ControllerConfig
 from dynamo_poa.demand import Load
 from dynamo_poa.evidence import Demand, PoolReading, read_pools
 from dynamo_poa.policies import Answer, View
-from dynamo_poa.policies.running import Guard, next_answer, unguarded
+from dynamo_poa.policies.running import Guard, next_answer, restarted, unguarded
 from dynamo_poa.pressure import PressureState, next_pressure
 from dynamo_poa.regime import next_regime, unseen
 from dynamo_poa.regime_state import RegimeSignal, RegimeState, Verdict
@@ -65,9 +65,17 @@ def pinned(state: ControllerState, pin: Pin) -> ControllerState:
     return msgspec.structs.replace(state, pin=pin, kept=False, ended="")
 
 
-def released(state: ControllerState) -> ControllerState:
-    """Return the state without pin or kept outside write: the policy decides again."""
-    return msgspec.structs.replace(state, pin=None, kept=False, ended="released by an operator")
+def released(state: ControllerState, *, forget: bool = False) -> ControllerState:
+    """Return the state without pin or kept outside write: the policy decides again.
+
+    Args:  forget: it begins anew, from its defaults, without what it has learnt; so does the one in shadow.
+    """
+    state = msgspec.structs.replace(state, pin=None, kept=False, ended="released by an operator")
+    if not forget:
+        return state
+    return msgspec.structs.replace(
+        state, policy=restarted(state.policy), shadow_policy=restarted(state.shadow_policy)
+    )
 
 
 def step(

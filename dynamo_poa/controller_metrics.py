@@ -16,6 +16,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 
 from dynamo_poa.fleet import PublisherState
 from dynamo_poa.load import WorkerState
+from dynamo_poa.policy_metrics import PolicyMetrics
 from dynamo_poa.regime_state import UPSTREAM
 from dynamo_poa.telemetry import TelemetryRecord
 from dynamo_poa.values import REGIMES, CacheSignal, WorkerLatency
@@ -41,12 +42,14 @@ class ControllerMetrics:
         self._latencies = latencies
         self._record: TelemetryRecord | None = None
         self._outcomes: Counter[str] = Counter()
+        self._policies = PolicyMetrics()
         self.registry.register(self)
 
     async def emit(self, record: TelemetryRecord) -> None:
         """Take one record."""
         self._record = record
         self._outcomes[record.applied] += 1
+        self._policies.take(record)
 
     def collect(self) -> Iterator[Metric]:
         """Yield all families."""
@@ -87,6 +90,7 @@ class ControllerMetrics:
             {router.router_id: router.revision for router in record.routers},
         )
         yield from _counters(record, self._outcomes)
+        yield from self._policies.collect(record)
         yield from _worker_families(self._workers())
         yield from _latency_gauges(self._latencies())
         yield from _publisher_gauges(self._publishers())
@@ -234,7 +238,7 @@ def _counters(record: TelemetryRecord, outcomes: Counter[str]) -> Iterator[Metri
         ("poa_ticks", "ticks made", record.tick),
         ("poa_ticks_failed", "ticks that failed", record.failed_ticks),
         ("poa_regime_changes", "regime changes", record.regime_changes),
-        ("poa_params_swaps", "changes of τ or ω", record.swaps),
+        ("poa_params_swaps", "changes of setting", record.swaps),
     ):
         yield CounterMetricFamily(name, help_text, value=value)
 

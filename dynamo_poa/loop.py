@@ -155,9 +155,9 @@ class ControlLoop:
         """Hold an operator's parameters from the next tick on."""
         self._state = pinned(self._state, pin)
 
-    def release(self) -> None:
-        """Give the parameters back to the policy from the next tick on."""
-        self._state = released(self._state)
+    def release(self, *, forget: bool = False) -> None:
+        """Give the parameters back to the policy from the next tick on; with `forget` it begins anew."""
+        self._state = released(self._state, forget=forget)
 
     async def run(self) -> None:
         """Take over from a predecessor, then tick until cancelled."""

@@ -1,6 +1,6 @@
 """One telemetry record with every part filled in."""
 
-from dynamo_poa.telemetry import RouterView, TelemetryRecord
+from dynamo_poa.telemetry import PolicyView, RouterView, TelemetryRecord
 from dynamo_poa.values import (
     Applied,
     Curve,
@@ -9,6 +9,7 @@ from dynamo_poa.values import (
     PoolLoad,
     Regime,
     Role,
+    Setting,
     Shares,
     WorkerKey,
     WorkerLatency,
@@ -28,6 +29,7 @@ RECORD = TelemetryRecord(
     kind=ParamsKind.POLICY,
     wanted_router_temperature=0.7,
     wanted_overlap_weight=1.0,
+    policy=PolicyView(name="table", setting=Setting(0.7, 1.0), reason="table"),
     poa_hat=1.5,
     poa_by_role={"prefill": 1.75},
     poa_low=1.25,

@@ -234,7 +234,7 @@ def test_a_record_is_shown_with_every_figure_and_every_unknown() -> None:
     """Unknown is `-` or a reason, never 0."""
     shown = text(record_view(RECORD)).splitlines()
     assert shown[0].startswith("graph       poa, mode active, tick 7 at ")
-    assert shown[1:9] == [
+    assert shown[1:10] == [
         "regime      transition  TTFT P99 2.000 s at or over θ1 1.000 s",
         "PoA-hat     1.500 (1.250 to 1.750) from 64 snapshots (prefill 1.750); the paper's: 1.125",
         "excess      miss 12.5%, congestion 37.5%, capacity 50.0%",
@@ -242,14 +242,15 @@ def test_a_record_is_shown_with_every_figure_and_every_unknown() -> None:
         "TTFT        P50 -, P99 -, its average - (0 samples, none)",
         "against     baseline -, θ1 -, θ2 -",
         "parameters  τ 0.7 ω 1, revision 3, policy, applied",
+        "policy      table: τ 0.7 ω 1, table",
         "load        - in flight, - arrivals/s, 0.0% refused",
     ]
-    assert [line.split() for line in shown[10:12]] == [
+    assert [line.split() for line in shown[11:13]] == [
         ["pool", "regime", "workers", "silent", "KV", "used", "fullest", "queued", "running", "busy"],
         ["prefill", "-", "2", "0", "25.0%", "-", "-", "-", "-"],
     ]
-    assert shown[14].split() == ["r1", "3", "heartbeat", "none", "0", "0.100", "s"]
-    assert shown[16:] == [
+    assert shown[15].split() == ["r1", "3", "heartbeat", "none", "0", "0.100", "s"]
+    assert shown[17:] == [
         "messages    kv-events 10; -/s, the last - ago",
         "dropped     schema 1",
         "legs ended  none",

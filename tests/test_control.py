@@ -18,8 +18,8 @@ class FakeLoop:
     def pin(self, pin):
         self.asked.append(pin)
 
-    def release(self):
-        self.asked.append("release")
+    def release(self, *, forget=False):
+        self.asked.append("forget" if forget else "release")
 
 
 def ask(loop, command, mode=Mode.ACTIVE):
@@ -52,6 +52,15 @@ def test_set_pins_both_values(for_s, until_s):
     command = {"op": "set", "router_temperature": 0.3, "overlap_weight": 1, "for_s": for_s}
     assert ask(loop, command)["ok"] is True
     assert loop.asked == [Pin(router_temperature=0.3, overlap_weight=1, until_s=until_s)]
+
+
+def test_release_can_ask_the_policy_to_begin_anew():
+    """`dynamo-poa release --forget`; anything but true or false changes nothing."""
+    loop = FakeLoop()
+    assert ask(loop, {"op": "release", "forget": True})["ok"] is True
+    refused = ask(loop, {"op": "release", "forget": 1})
+    assert refused == {"ok": False, "error": "forget = 1: must be true or false"}
+    assert loop.asked == ["forget"]
 
 
 def test_release_gives_the_parameters_back():

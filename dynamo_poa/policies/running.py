@@ -37,6 +37,11 @@ class PolicyRun(msgspec.Struct, frozen=True, kw_only=True):
     error: str = ""
 
 
+def restarted(run: PolicyRun) -> PolicyRun:
+    """Return a policy that has seen nothing; how often it has failed is still known."""
+    return PolicyRun(errors=run.errors)
+
+
 def unguarded(ask: Callable[[], Asked]) -> Asked | Exception:
     """Ask, and let whatever a policy raises through."""
     return ask()
@@ -52,7 +57,7 @@ def next_answer(
     if run.disabled_until_s is not None:
         if view.at_s < run.disabled_until_s:
             return run, _standing(run, view)
-        run = msgspec.structs.replace(run, memory=None, started=False, disabled_until_s=None, error="")
+        run = msgspec.structs.replace(restarted(run), last_good=run.last_good)
 
     def ask() -> Asked:
         return policy.decide(run.memory if run.started else policy.start(), view)

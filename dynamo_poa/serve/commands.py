@@ -113,9 +113,15 @@ def set_parameters(
     typer.echo(f"{in_force}{parameters(now)}")
 
 
-def release(nats: _Nats = None, namespace: _Namespace = None) -> None:
+def release(
+    forget: Annotated[
+        bool, typer.Option("--forget", help="the policy begins anew, without what it has learnt")
+    ] = False,
+    nats: _Nats = None,
+    namespace: _Namespace = None,
+) -> None:
     """Give the parameters back to the policy."""
-    where, now = asyncio.run(_ask(nats, namespace, {"op": "release"}, settle=True))
+    where, now = asyncio.run(_ask(nats, namespace, {"op": "release", "forget": forget}, settle=True))
     _tell(where)
     typer.echo(parameters(now))
 

@@ -16,8 +16,8 @@ from rich.text import Text
 from dynamo_poa.regime_state import UPSTREAM
 from dynamo_poa.resources import show
 from dynamo_poa.serve.show import UNKNOWN, count, counts, figures_table, number, percent, seconds
-from dynamo_poa.telemetry import TelemetryRecord
-from dynamo_poa.values import PoolRegime, Regime, WorkerLatency
+from dynamo_poa.telemetry import PolicyView, TelemetryRecord
+from dynamo_poa.values import PoolRegime, Regime, Setting, WorkerLatency
 
 _COLOURS = {Regime.BELOW: "green", Regime.TRANSITION: "yellow", Regime.SATURATED: "red"}
 
@@ -31,6 +31,10 @@ def changes(before: TelemetryRecord | None, now: TelemetryRecord) -> Iterator[st
         yield f"{at}  mode {before.mode} -> {now.mode}"
     if before.regime is not now.regime:
         yield f"{at}  {before.regime} -> {now.regime}: {now.reason}"
+    for role in ("policy", "shadow"):
+        was, policy = getattr(before, role), getattr(now, role)
+        if was is not None and policy is not None and was.reason != policy.reason:
+            yield f"{at}  {role} {policy.name}: {was.reason} -> {_why(policy)}"
     if _values(before) != _values(now) or before.kind is not now.kind:
         yield f"{at}  {_values(before)} {before.kind} -> {_values(now)} {now.kind}, revision {now.revision}"
 
@@ -67,6 +71,9 @@ def _summary(record: TelemetryRecord) -> Table:
     theta1, theta2 = seconds(record.theta1_s), seconds(record.theta2_s)
     table.add_row("against", f"baseline {seconds(record.baseline_s)}, θ1 {theta1}, θ2 {theta2}")
     table.add_row("parameters", parameters(record))
+    for name, policy in (("policy", record.policy), ("shadow", record.shadow)):
+        if policy is not None:
+            table.add_row(name, _policy(policy))
     table.add_row(
         "load",
         f"{count(record.in_flight)} in flight, {number(record.arrival_rate, 1)} arrivals/s, "
@@ -94,10 +101,31 @@ def parameters(record: TelemetryRecord) -> str:
     """Return the parameters in force, whose they are, and what became of the policy's wish."""
     pin = "" if record.pin_left_s is None else f" for another {record.pin_left_s:.0f} s"
     shown = f"{_values(record)}, revision {record.revision}, {record.kind}{pin}, {record.applied}"
-    wanted = (record.wanted_router_temperature, record.wanted_overlap_weight)
-    if wanted != (record.router_temperature, record.overlap_weight):
-        shown += f"; the policy would set τ {wanted[0]:g} ω {wanted[1]:g}"
+    wanted = Setting(
+        record.wanted_router_temperature,
+        record.wanted_overlap_weight,
+        record.wanted_prefill_load_scale,
+        record.wanted_selection,
+    )
+    if wanted != _values(record):
+        shown += f"; the policy would set {wanted}"
     return shown
+
+
+def _policy(policy: PolicyView) -> Text:
+    """Return what a policy wants, why, what that is predicted to save, and whether it failed."""
+    gain = policy.predicted_gain_frac
+    predicted = "" if gain is None else f", predicted to save {percent(gain)}"
+    shown = Text(f"{policy.name}: {policy.setting}, {_why(policy)}{predicted}")
+    if policy.disabled_left_s is not None:
+        shown.append(f", asked again in {policy.disabled_left_s:.0f} s", style="red")
+    if policy.errors:
+        shown.append(f", failed {policy.errors} times", style="red")
+    return shown
+
+
+def _why(policy: PolicyView) -> str:
+    return f"{policy.reason} ({policy.detail})" if policy.detail else policy.reason
 
 
 def _pools(record: TelemetryRecord) -> RenderableType:
@@ -168,8 +196,10 @@ def _counters(record: TelemetryRecord) -> Table:
     return table
 
 
-def _values(record: TelemetryRecord) -> str:
-    return f"τ {record.router_temperature:g} ω {record.overlap_weight:g}"
+def _values(record: TelemetryRecord) -> Setting:
+    return Setting(
+        record.router_temperature, record.overlap_weight, record.prefill_load_scale, record.selection
+    )
 
 
 def _time(at_s: float) -> str:
