@@ -23,6 +23,10 @@ class AvoidList:
         self._until_s = {worker: until_s for worker, until_s in self._until_s.items() if until_s > now_s}
         self._until_s[worker_id] = now_s + self._avoid_s
 
+    def any(self) -> bool:
+        """Tell whether any worker may be avoided now."""
+        return bool(self._until_s)
+
     def __contains__(self, worker_id: int) -> bool:
         """Tell whether a worker is avoided now."""
         until_s = self._until_s.get(worker_id)

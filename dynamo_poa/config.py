@@ -266,6 +266,14 @@ class RouterConfig(Section, frozen=True, kw_only=True):
         """Tell whether decode workers stand in the frontend's own namespace, since no router of ours does."""
         return self.legs == ("prefill",)
 
+    @property
+    def hears_replicas(self) -> bool:
+        """Tell whether Dynamo's routers book what replicas tell: by configuration, or ours being the only one.
+
+        Pinned requests are told them that way, and one router has nobody else to hear.
+        """
+        return self.replica_sync or self.replicas == 1
+
 
 class RegimeConfig(Section, frozen=True, kw_only=True):
     """When the load regime changes: `PoaController.regime`."""

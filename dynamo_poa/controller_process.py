@@ -85,11 +85,17 @@ class ControllerProcess:
             common.worker_namespace,
             config.stale_s,
             exposed=exposed,
-            routers_synced=self._router.replica_sync,
+            routers_synced=self._router.hears_replicas,
             on_pass=on_pass,
         )
         decisions = self._decision_log()
-        pricer = Pricer(config.estimate_window_s, book)
+        pricer = Pricer(
+            config.estimate_window_s,
+            book,
+            block_size=common.block_size,
+            output_tokens=output_tokens.mean,
+            scale_is_weight=self._router.overlap_key == "prefill_load_scale",
+        )
         metrics = ControllerMetrics(
             lambda: fleet.workers(clock.monotonic_s()),
             lambda: fleet.publishers(clock.monotonic_s()),

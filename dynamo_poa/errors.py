@@ -106,6 +106,14 @@ class AnswerFailed(PoaError):
         super().__init__(f"worker {worker_id}: {detail}")
 
 
+class Unpicked(PoaError):
+    """Let Dynamo's own selection have the request: what a worker costs cannot be told."""
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        self.reason = reason  # a short token fit for a metric label
+        super().__init__(f"{reason}: {detail}" if detail else reason)
+
+
 class RecordUnchangeable(PoaError):
     """Stay on the stream path: our entry in Dynamo's discovery cannot be made to point to the relay."""
 

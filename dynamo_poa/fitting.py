@@ -15,12 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import nnls
 
-from dynamo_poa.values import Curve
+from dynamo_poa.values import KV_LIMIT_FRAC, KV_PRESSURE_FRAC, Curve
 
 FloatArray = NDArray[np.float64]
 
-KV_LIMIT_FRAC = 1.05  # u_max of the paper's eq. 9, above 1 so that a full cache is slow and not infinitely so
-KV_PRESSURE_FRAC = 0.8  # below this use of the KV cache nothing of the singular term shows
 MIN_PASS_S = 1e-5  # errors of shorter passes count as if they took so long
 TERMS = len(Curve.__struct_fields__)
 NOTHING_FRAC = 1e-12  # of all evidence: what has decayed to this is gone, smaller numbers drown in rounding

@@ -27,7 +27,7 @@ CUT_OFF = "the worker's connection ended before its answer did"
 CONNECT_S = 5.0  # to a requester, who listens before it asks
 
 CHANGED = ("routing", "bootstrap_info")
-READ = ("token_ids", "router_config_override", *CHANGED)
+READ = ("token_ids", "router_config_override", "stop_conditions", *CHANGED)
 UUID_CHARS, KEPT_CHARS = 36, 24
 
 Deliver = Callable[[Address, bytes], Awaitable["asyncio.Future[WorkerUnreachable]"]]
@@ -65,6 +65,7 @@ class RelayCall:
         self._stopped = False
         self._attempt: Attempt | None = None
         self._give_up: Callable[[], object] = lambda: None
+        self.moved: Callable[[], object] = lambda: None
         self._ended: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         self._requester = RequesterSide(self, answers, handshake(request.subject) + prologue())
 
@@ -84,6 +85,10 @@ class RelayCall:
     def on_given_up(self, give_up: Callable[[], object]) -> None:
         """Call this when nobody wants the answer any more, and it has not begun."""
         self._give_up = give_up
+
+    def tell(self, moved: Callable[[], object]) -> None:
+        """Call this from now on whenever something comes from the worker."""
+        self.moved = moved
 
     async def open(self) -> None:
         """Reach the requester; one that cannot be reached has gone, and the call is stopped."""
@@ -294,6 +299,7 @@ class Attempt:
 
     def data(self, data: bytes) -> None:
         """Take bytes of the answer."""
+        self._call.moved()
         watch = self.watch
         watch.feed(data)
         if not self._first.done():

@@ -12,6 +12,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from dynamo_poa.bus import Bus
+from dynamo_poa.coefficients import CoefficientsHolder
 from dynamo_poa.data_path import RelayPath
 from dynamo_poa.params import ParamsHolder
 from dynamo_poa.reporter import DecisionReporter
@@ -22,9 +23,15 @@ class RouterMetrics(Collector):
     """Collects on demand; `registered` is what /health answers with, `path` is the relay's, if any."""
 
     def __init__(
-        self, stats: RouterStats, holder: ParamsHolder, reporter: DecisionReporter, bus: Bus
+        self,
+        stats: RouterStats,
+        holder: ParamsHolder,
+        reporter: DecisionReporter,
+        bus: Bus,
+        coefficients: CoefficientsHolder,
     ) -> None:
         self._stats, self._holder, self._reporter, self._bus = stats, holder, reporter, bus
+        self._coefficients = coefficients
         self.registered = False
         self.path: RelayPath | None = None
         self.registry = CollectorRegistry()
@@ -61,6 +68,7 @@ class RouterMetrics(Collector):
         for reason, count in self._holder.refused.items():
             refused.add_metric([reason], count)
         yield refused
+        yield from self._marginal()
         for name, count, doc in (
             ("decision_events_sent", self._reporter.sent, "decision events sent to the controller"),
             ("decision_events_dropped", self._reporter.dropped, "decision events lost to a full queue"),
@@ -68,6 +76,30 @@ class RouterMetrics(Collector):
         ):
             yield CounterMetricFamily(f"poa_router_{name}", doc, value=count)
         yield from self._relay()
+
+    def _marginal(self) -> Iterator[Metric]:
+        marginal = CounterMetricFamily(
+            "poa_router_marginal",
+            "requests to be picked a worker for by marginal cost: picked, or why Dynamo's selection had them",
+            labels=["outcome"],
+        )
+        for outcome, count in self._stats.marginal.items():
+            marginal.add_metric([outcome], count)
+        yield marginal
+        yield CounterMetricFamily(
+            "poa_router_marginal_untold", "of those, unknown to Dynamo's router as load", self._stats.untold
+        )
+        refused = CounterMetricFamily(
+            "poa_router_coefficients_refused", "refused messages of coefficients", labels=["reason"]
+        )
+        for reason, count in self._coefficients.refused.items():
+            refused.add_metric([reason], count)
+        yield refused
+        yield GaugeMetricFamily(
+            "poa_router_coefficients_revision",
+            "revision of the last good coefficients, 0 before the first",
+            value=self._coefficients.revision or 0,
+        )
 
     def _relay(self) -> Iterator[Metric]:
         path = self.path

@@ -9,6 +9,7 @@ Source: Dynamo's convention for routers outside the frontend (host: dynamo/globa
 import asyncio
 import functools
 import os
+import random
 import signal
 from contextlib import AsyncExitStack
 from typing import Any
@@ -17,14 +18,18 @@ import structlog
 
 from dynamo_poa import dynamo_host
 from dynamo_poa.avoid import AvoidList
+from dynamo_poa.booking import PinnedBookings
 from dynamo_poa.bus import Bus
 from dynamo_poa.clock import Clock, SystemClock
+from dynamo_poa.coefficients import CoefficientsHolder, CoefficientsSubscriber
 from dynamo_poa.config import CommonConfig, RouterConfig
 from dynamo_poa.data_path import RelayPath, Served
 from dynamo_poa.dynamo_host import WorkerDirectory
 from dynamo_poa.errors import BusError, RecordUnchangeable
 from dynamo_poa.handover import HandoverChannel, Handovers
+from dynamo_poa.ledger import Ledger
 from dynamo_poa.params import ParamsHolder, ParamsSubscriber
+from dynamo_poa.picker import Picker
 from dynamo_poa.reporter import DecisionReporter, RouterStatus
 from dynamo_poa.router import Leg
 from dynamo_poa.router_metrics import RouterMetrics
@@ -48,6 +53,8 @@ class RouterProcess:
         self._roles = [Role(leg) for leg in config.legs]
         self._router_id = f"router-{replica}-{os.getpid()}"
         self._clock: Clock = SystemClock()
+        self._rng = random.Random()
+        self._coefficients = CoefficientsHolder(self._clock.monotonic_s)
         self._stop = asyncio.Event()
         self._endpoints: list[Any] = []  # ours, as the frontend sees them
         self._served: list[Served] = []
@@ -72,7 +79,7 @@ class RouterProcess:
                 batch_size=config.batch_size,
                 queue_size=config.queue_size,
             )
-            metrics = RouterMetrics(stats, holder, reporter, bus)
+            metrics = RouterMetrics(stats, holder, reporter, bus, self._coefficients)
             port = config.metrics_port and config.metrics_port + self._replica
             await stack.enter_async_context(
                 MetricsServer(
@@ -81,6 +88,8 @@ class RouterProcess:
             )
             subscriber = ParamsSubscriber(bus, common.namespace, holder, clock)
             await stack.enter_async_context(subscriber)
+            speeds = CoefficientsSubscriber(bus, common.namespace, self._coefficients, clock)
+            await stack.enter_async_context(speeds)
             await stack.enter_async_context(reporter)
             runtimes: dict[Role, Any] = {}
             for role in self._roles:
@@ -96,11 +105,13 @@ class RouterProcess:
             )
             if await self._workers_came(directory):
                 await self._first_params(bus, subscriber)
-                serving = await self._register(runtimes, directory, bus, holder, reporter, stats)
+                pinned = await self._pinned(bus, stack)
+                serving = await self._register(runtimes, directory, bus, holder, reporter, stats, pinned)
                 path = metrics.path = await self._data_path(stack)
                 metrics.registered = True
                 relaying = [] if path is None else [path.workers.task]
-                await self._until_stopped([*serving, directory.task, reporter.task, *relaying])
+                telling = [bookings.task for bookings in pinned.values()]
+                await self._until_stopped([*serving, directory.task, reporter.task, *telling, *relaying])
                 metrics.registered = False
                 await self._drain(runtimes, serving, stats, path)
 
@@ -143,6 +154,22 @@ class RouterProcess:
             return Handovers()
         return HandoverChannel(bus, self._common.namespace, self._router_id, self._clock).table()
 
+    async def _pinned(self, bus: Bus, stack: AsyncExitStack) -> dict[Role, PinnedBookings]:
+        """Tell Dynamo's router of pinned requests, where it may hear of replicas.
+
+        Of several routers that are not to know of each other's requests none may: it would hear of all.
+        """
+        common, config = self._common, self._config
+        if not config.hears_replicas or os.environ.get("DYN_EVENT_PLANE", "nats") != "nats":
+            return {}
+        hashes = functools.partial(dynamo_host.sequence_hashes, block_size=common.block_size)
+        return {
+            role: await stack.enter_async_context(
+                PinnedBookings(bus, common.worker_endpoint(role), hashes, self._clock, self._rng)
+            )
+            for role in self._roles
+        }
+
     async def _register(
         self,
         runtimes: dict[Role, Any],
@@ -151,6 +178,7 @@ class RouterProcess:
         holder: ParamsHolder,
         reporter: DecisionReporter,
         stats: RouterStats,
+        pinned: dict[Role, PinnedBookings],
     ) -> list[asyncio.Future[None]]:
         """Open Dynamo's router for each leg, serve it, and let the frontend know."""
         common, config, clock = self._common, self._config, self._clock
@@ -158,7 +186,7 @@ class RouterProcess:
         avoid = AvoidList(config.avoid_s, clock)
         serving: list[asyncio.Future[None]] = []
         for role, runtime in runtimes.items():
-            pool = await dynamo_host.WorkerPool.open(runtime, role, config, common, clock)
+            pool = await dynamo_host.WorkerPool.open(runtime, role, config, common, clock, pinned.get(role))
             leg = Leg(
                 role,
                 pool,
@@ -171,6 +199,16 @@ class RouterProcess:
                 stats=stats,
                 config=config,
                 clock=clock,
+                picker=Picker(
+                    Ledger(role, clock),
+                    self._coefficients,
+                    directory,
+                    avoid,
+                    clock,
+                    self._rng,
+                    # Dynamo's queue and its limits are its selection's: who set them wants them kept
+                    refusal="queue_policy" if config.policy_config else "",
+                ),
             )
             endpoint = runtime.endpoint(common.router_endpoint(role))
             self._endpoints.append(endpoint)

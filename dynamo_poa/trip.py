@@ -18,8 +18,10 @@ from typing import Any, Protocol
 
 from dynamo_poa.avoid import AvoidList
 from dynamo_poa.clock import Clock
-from dynamo_poa.errors import PoaError
+from dynamo_poa.errors import PoaError, Unpicked
 from dynamo_poa.handover import Handovers, meeting_place, room_of
+from dynamo_poa.ledger import Ticket
+from dynamo_poa.picker import Picker, Ranks
 from dynamo_poa.values import (
     MAX_ROUTER_TEMPERATURE,
     Booked,
@@ -27,6 +29,7 @@ from dynamo_poa.values import (
     Outcome,
     Role,
     RouterParams,
+    Selection,
     WorkerCard,
     WorkerKey,
 )
@@ -43,6 +46,16 @@ class Pool(Protocol):
 
     async def candidates(self, token_ids: list[int]) -> tuple[Candidate, ...]:
         """Return every worker's load before this prompt, and its uncached tokens there."""
+        ...
+
+    async def overlaps(self, token_ids: list[int]) -> dict[tuple[int, int], int]:
+        """Return how many of the prompt's tokens each rank holds, or raise Unpicked."""
+        ...
+
+    def book_pinned(
+        self, token_ids: list[int], worker: WorkerKey, uncached_tokens: int, booking: str
+    ) -> bool:
+        """Count the request as the load of this worker; False where Dynamo's router will not know of it."""
         ...
 
     async def book(self, token_ids: list[int], override: dict[str, Any], booking: str) -> Booked:
@@ -78,12 +91,8 @@ class Events(Protocol):
         ...
 
 
-class Directory(Protocol):
-    """Who is alive, by model card: dynamo_host.WorkerDirectory."""
-
-    def card(self, worker_id: int) -> WorkerCard | None:
-        """Return a worker's card, None when it is gone, refused or not known yet."""
-        ...
+class Directory(Ranks, Protocol):
+    """Who is alive, by model card: dynamo_host.WorkerDirectory. No card: gone, refused or not known yet."""
 
     def refresh(self) -> None:
         """Take over what discovery says now."""
@@ -99,12 +108,18 @@ class RequestRefused(PoaError):
 
 
 class RouterStats:
-    """Counts of one router process, over all its legs."""
+    """Counts of one router process, over all its legs.
+
+    marginal:  requests that were to go by marginal cost: `picked`, or why Dynamo's own selection had them
+    untold:    of the picked, those that Dynamo's router does not know of as load
+    """
 
     def __init__(self) -> None:
         self.in_flight: Counter[str] = Counter()
         self.ended: Counter[tuple[str, str]] = Counter()
         self.retries: Counter[str] = Counter()
+        self.marginal: Counter[str] = Counter()
+        self.untold = 0
 
 
 class Sampler:
@@ -130,6 +145,7 @@ class LegMeans:
     """What all trips of one leg share.
 
     handovers:  None for sequential hand-over
+    picker:     None where Dynamo's own selection is all there is
     """
 
     role: Role
@@ -143,6 +159,7 @@ class LegMeans:
     stats: RouterStats
     sampler: Sampler
     clock: Clock
+    picker: Picker | None = None
 
     def bootstrap_card(self, worker_id: int) -> WorkerCard | None:
         """Return a prefill worker's card once it says where decode workers find it."""
@@ -170,6 +187,7 @@ class Trip:
         "_means",
         "_received_at_s",
         "_started_at_s",
+        "_ticket",
         "announced",
         "handover",
         "renamed",
@@ -183,6 +201,7 @@ class Trip:
         self._means, self.request, self.request_id = means, request, request_id
         self._received_at_s, self._started_at_s = means.clock.wall_s(), means.clock.monotonic_s()
         self._booking: str | None = None
+        self._ticket: Ticket | None = None
         self.announced = False  # to the decode leg
         self.renamed = False  # at its engines, on both legs
         self.tried: set[int] = set()  # in vain: another worker comes first
@@ -192,7 +211,7 @@ class Trip:
         means.stats.in_flight[means.role] += 1
 
     async def choose(self, attempt: int) -> WorkerKey:
-        """Let Dynamo choose under the current parameters; book, and report the decision.
+        """Choose as the current parameters say, book, and report the decision.
 
         Raises:  RequestRefused for an empty prompt: KvRouter dies of one.
         """
@@ -201,12 +220,19 @@ class Trip:
         if not token_ids:
             raise RequestRefused("token_ids = []: must hold at least one token")
         params = means.params.current
-        override = means.override(params, self.request.get("router_config_override"))
-        candidates = await means.pool.candidates(token_ids) if means.sampler.take() else ()
-        booked, picks = await self._book(token_ids, override)
+        picked = None
+        if params.selection is Selection.MARGINAL and means.picker is not None:
+            picked = await self._pick(means.picker, token_ids)
+        if picked is None:
+            override = means.override(params, self.request.get("router_config_override"))
+            candidates = await means.pool.candidates(token_ids) if means.sampler.take() else ()
+            booked, picks = await self._book(token_ids, override)
+            if picks > 1:
+                candidates = ()  # a draw around a dead worker says nothing of the policy: it is not priced
+            self._enter(booked, len(token_ids))
+        else:
+            booked, candidates = picked
         worker = booked.worker
-        if picks > 1:
-            candidates = ()  # a draw around a dead worker says nothing of the policy: it is not priced
         means.events.add(
             Chosen(
                 request_id=self.request_id,
@@ -223,6 +249,60 @@ class Trip:
             )
         )
         return worker
+
+    async def _pick(
+        self, picker: Picker, token_ids: list[int]
+    ) -> tuple[Booked, tuple[Candidate, ...]] | None:
+        """Pick by marginal cost and book; None, counted, where Dynamo's own selection is to have the request.
+
+        From the pick to the booking nothing is waited for: the next pick knows of this one.
+        """
+        means, stats = self._means, self._means.stats.marginal
+        try:
+            picker.speeds()
+            # the decode leg computes no prompt
+            cached = {} if means.role is Role.DECODE else await means.pool.overlaps(token_ids)
+            picked = picker.pick(
+                picker.speeds(),
+                len(token_ids),
+                self._most_output_tokens(),
+                cached,
+                tried=self.tried,
+                reachable=self.handover is not None,
+                record=means.sampler.take(),
+            )
+        except Unpicked as unpicked:
+            stats[unpicked.reason] += 1
+            return None
+        stats["picked"] += 1
+        booking = uuid.uuid4().hex
+        if means.pool.book_pinned(token_ids, picked.worker, picked.uncached_tokens, booking):
+            self._booking = booking
+        else:
+            means.stats.untold += 1
+        cached_tokens = 0 if means.role is Role.DECODE else len(token_ids) - picked.uncached_tokens
+        booked = Booked(picked.worker, cached_tokens)
+        self._enter(booked, len(token_ids))
+        return booked, picked.candidates
+
+    def _enter(self, booked: Booked, prompt_tokens: int) -> None:
+        """Count the request as its worker's, whoever chose it: the next pick by marginal cost must know."""
+        picker = self._means.picker
+        if picker is None:
+            return
+        self._ticket = picker.ledger.enter(
+            booked.worker,
+            prompt_tokens=prompt_tokens,
+            uncached_tokens=0 if self._means.role is Role.DECODE else prompt_tokens - booked.cached_tokens,
+            output_tokens=picker.output_tokens(self._most_output_tokens()),
+            blocks=picker.blocks(booked.worker.worker_id, prompt_tokens),
+        )
+
+    def _most_output_tokens(self) -> int | None:
+        """Return how many tokens are asked for at most, None where the request does not say."""
+        conditions = self.request.get("stop_conditions")
+        most = conditions.get("max_tokens") if isinstance(conditions, dict) else None
+        return most if isinstance(most, int) and most > 0 else None
 
     async def _book(self, token_ids: list[int], override: dict[str, Any]) -> tuple[Booked, int]:
         """Book; where Dynamo picks a worker to be avoided, draw among all until another comes up.
@@ -251,9 +331,16 @@ class Trip:
     def first_token(self) -> None:
         """Note that the first chunk came."""
         means = self._means
+        if self._ticket is not None:
+            self._ticket.first_token()
         if self._booking is not None:
             means.pool.prefilled(self._booking)
         means.events.add(FirstToken(request_id=self.request_id, role=means.role, at_s=means.clock.wall_s()))
+
+    @property
+    def moved(self) -> Callable[[], None]:
+        """Return what is to be called at each sign of life from the worker."""
+        return _nothing if self._ticket is None else self._ticket.work.moved
 
     def address(self, note: Handover) -> None:
         """Write where and under which id the engines meet to where they look for it."""
@@ -272,6 +359,9 @@ class Trip:
 
     def release(self) -> None:
         """End the booking, if there is one."""
+        if self._ticket is not None:
+            self._ticket.end()
+            self._ticket = None
         if self._booking is not None:
             self._means.pool.free(self._booking)
             self._booking = None
@@ -295,3 +385,7 @@ class Trip:
         means.events.add(
             Ended(request_id=self.request_id, role=means.role, at_s=means.clock.wall_s(), outcome=outcome)
         )
+
+
+def _nothing() -> None:
+    """Do nothing: nobody wants to know."""

@@ -20,6 +20,8 @@ from dynamo_poa.errors import ParamsError
 MAX_ROUTER_TEMPERATURE = 100.0
 MAX_REVISION = 2**53 - 1  # exact in JSON, also for readers that hold numbers as doubles
 MAX_OVERLAP_WEIGHT = 2.0  # contract: values above 1 give a cached block extra credit; 2 is the paper's range
+KV_LIMIT_FRAC = 1.05  # u_max of the paper's eq. 9, above 1 so that a full cache is slow and not infinitely so
+KV_PRESSURE_FRAC = 0.8  # below this use of the KV cache nothing of the singular term shows
 MAX_PREFILL_LOAD_SCALE = 16.0  # contract: beyond it the load term alone decides, by any measured prompt
 
 

@@ -1,7 +1,7 @@
 """Fakes of the router's seams: a pool with scripted workers, an event sink, a directory, a context."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from dynamo_poa.errors import WorkerUnreachable
@@ -45,11 +45,31 @@ class FakePool:
         self.before_first: Callable[[], Any] | None = None
         self.fail_after: int | None = None
         self.last_chunk: dict[str, Any] = {"token_ids": [], "finish_reason": "length"}
+        self.cached_tokens: dict[int, int] = {}  # by worker, for pinned requests
+        self.pinned: list[tuple[int, int]] = []
+        self.tells_pinned = True
+        self.overlaps_asked = 0
+        self.overlaps_error: Exception | None = None
         self._turn = 0
 
     async def candidates(self, token_ids: list[int]) -> tuple[Candidate, ...]:
         uncached_tokens = 0 if self.role is Role.DECODE else len(token_ids)
         return tuple(Candidate(w, 0, uncached_tokens, 0, 0, 0) for w in self.workers)
+
+    async def overlaps(self, token_ids: list[int]) -> dict[tuple[int, int], int]:
+        self.overlaps_asked += 1
+        if self.overlaps_error is not None:
+            raise self.overlaps_error
+        return {(worker, 0): tokens for worker, tokens in self.cached_tokens.items()}
+
+    def book_pinned(
+        self, token_ids: list[int], worker: WorkerKey, uncached_tokens: int, booking: str
+    ) -> bool:
+        assert booking not in self.booked, "a booking id is used once"
+        if self.tells_pinned:
+            self.booked[booking] = worker
+            self.pinned.append((worker.worker_id, uncached_tokens))
+        return self.tells_pinned
 
     async def book(self, token_ids: list[int], override: dict[str, Any], booking: str) -> Booked:
         assert token_ids, "KvRouter dies of an empty token list"
@@ -107,12 +127,22 @@ class FakeDirectory:
 
     def __init__(self, *cards: WorkerCard) -> None:
         self._cards = {card.worker_id: card for card in cards}
-
+        self._listed: dict[Role, tuple[WorkerCard, ...]] = {}
+        self._ranks: dict[Role, list[tuple[WorkerKey, WorkerCard]]] = {}
         self.late: dict[int, WorkerCard] = {}
         self.unusable: set[int] = set()
 
     def card(self, worker_id: int) -> WorkerCard | None:
         return self._cards.get(worker_id)
+
+    def ranks(self, role: Role) -> Sequence[tuple[WorkerKey, WorkerCard]]:
+        cards = tuple(card for card in self._cards.values() if card.role is role)
+        if cards != self._listed.get(role):  # the same object until something changes
+            self._listed[role] = cards
+            self._ranks[role] = [
+                (WorkerKey(card.worker_id, rank), card) for card in cards for rank in card.ranks
+            ]
+        return self._ranks[role]
 
     def refresh(self) -> None:
         self._cards |= self.late

@@ -19,6 +19,7 @@ from structlog.testing import capture_logs
 from waiting import eventually
 
 from dynamo_poa.clock import SystemClock
+from dynamo_poa.coefficients import CoefficientsHolder
 from dynamo_poa.config import CommonConfig, RouterConfig
 from dynamo_poa.data_path import RelayPath, Served, _limits, _most_calls
 from dynamo_poa.errors import ConfigError, RecordUnchangeable
@@ -274,7 +275,9 @@ async def test_metrics_show_the_path_in_force_and_what_the_relay_did(discovery: 
     reporter: Any = SimpleNamespace(loop_lag_s=0.0, sent=0, dropped=0)
     bus: Any = SimpleNamespace(connected=True, reconnects=0)
     async with served(discovery) as (bench, leg, _):
-        metrics = RouterMetrics(bench.stats, holder, reporter, bus)
+        metrics = RouterMetrics(
+            bench.stats, holder, reporter, bus, CoefficientsHolder(bench.clock.monotonic_s)
+        )
 
         def shown() -> dict[str, float]:
             samples = samples_of(generate_latest(metrics.registry).decode())

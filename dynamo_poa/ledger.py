@@ -1,0 +1,247 @@
+"""What this router has in flight on each worker of one leg, and how the worker gets on with it.
+
+Owns: live counts per worker, entered when a worker is chosen and taken back when the request ends; arrivals;
+      when a worker last showed progress, and the stalls it had; what other routers have there.
+Does not own: what it costs (marginal.py), who is chosen (picker.py), Dynamo's own book-keeping (booking.py).
+Invariant: whatever becomes of a request, what it was entered with is taken back once. With nothing in flight
+           all counts are exactly 0. Nothing waits.
+Source: case R6: a worker that stops for seconds holds what it has, and nobody tells Dynamo's router.
+"""
+
+import math
+from collections.abc import Callable, Collection, Iterable
+
+from dynamo_poa.clock import Clock
+from dynamo_poa.marginal import MIN_GAP_S, Loads, patience_s
+from dynamo_poa.values import Curve, Role, WorkerKey
+from dynamo_poa.wire import WorkerSpeed
+
+STALL_HALF_LIFE_S = 8.0  # of what is remembered: a worker that is well again is used again in two or three
+ARRIVALS_S = 10.0  # arrivals are counted over about so long
+SPARE = 16  # workers that have gone and are kept, at most, beside as many as there are
+
+
+class Work:
+    """One worker's load (marginal.Load), as this router sees it.
+
+    blocks:    full KV blocks of the prompts in flight, as Dynamo's router counts them
+    curve:     its speed when it was last a candidate; None before, and then no silence is judged
+    moved_at_s:  when it last showed progress, or had nothing to show
+    foreign:   what other routers have there; None with one router
+    """
+
+    __slots__ = (
+        "_ledger",
+        "_now_s",
+        "_stalled_s",
+        "_stalls",
+        "_stalls_at_s",
+        "blocks",
+        "curve",
+        "foreign",
+        "kv_tokens",
+        "moved_at_s",
+        "queued_tokens",
+        "running",
+        "waiting",
+    )
+
+    def __init__(self, ledger: "Ledger", now_s: Callable[[], float]) -> None:
+        self._ledger, self._now_s = ledger, now_s
+        # Whole numbers: adding and taking back floats would leave dust.
+        self.running = self.waiting = self.queued_tokens = self.kv_tokens = self.blocks = 0
+        self.curve: Curve | None = None
+        self.foreign: Loads | None = None
+        self.moved_at_s = now_s()
+        self._stalls = self._stalled_s = (
+            0.0  # how many, and their time, each counting half after the half-life
+        )
+        self._stalls_at_s = -math.inf
+
+    def moved(self) -> None:
+        """Note progress. Once per chunk, so next to nothing is done."""
+        now_s = self._now_s()
+        if now_s - self.moved_at_s > MIN_GAP_S:
+            self._ledger.resumed(self, now_s)
+        self.moved_at_s = now_s
+
+    def left(self, started: bool) -> None:
+        """Count one request less. The last may go in silence: the worker then looks idle, and is not well."""
+        now_s = self._now_s()
+        if now_s - self.moved_at_s > MIN_GAP_S and self.running + self.waiting == 1:
+            self._ledger.resumed(self, now_s)
+        if started:
+            self.running -= 1
+        else:
+            self.waiting -= 1
+
+    @property
+    def has_stalled(self) -> bool:
+        """Tell whether it ever did."""
+        return self._stalls > 0
+
+    @property
+    def busy(self) -> bool:
+        """Tell whether it has something to show progress of."""
+        # On the decode leg what waits is with a prefill worker still.
+        return self.running > 0 if self._ledger.role is Role.DECODE else self.running + self.waiting > 0
+
+    @property
+    def empty(self) -> bool:
+        """Tell whether this router has nothing there."""
+        return not (self.running or self.waiting)
+
+    def all(self) -> Loads:
+        """Return this router's load and the others'."""
+        other = self.foreign or Loads()
+        return Loads(
+            self.running + other.running,
+            self.waiting + other.waiting,
+            self.queued_tokens + other.queued_tokens,
+            self.kv_tokens + other.kv_tokens,
+        )
+
+    def note_stall(self, stall_s: float, now_s: float) -> None:
+        """Remember a stall that has ended."""
+        kept = self._kept(now_s)
+        self._stalls, self._stalled_s = self._stalls * kept + 1, self._stalled_s * kept + stall_s
+        self._stalls_at_s = now_s
+
+    def stalls(self, now_s: float) -> tuple[float, float]:
+        """Return the share of time it is stalled, by what is remembered, and a stall's mean length."""
+        if not self._stalls:
+            return 0.0, 0.0
+        stalled_frac = self._stalled_s * self._kept(now_s) * math.log(2) / STALL_HALF_LIFE_S
+        return min(stalled_frac, 1.0), self._stalled_s / self._stalls
+
+    def _kept(self, now_s: float) -> float:
+        return float(0.5 ** ((now_s - self._stalls_at_s) / STALL_HALF_LIFE_S))
+
+
+class Ticket:
+    """One request's entry; it knows what to take back."""
+
+    __slots__ = ("_blocks", "_ended", "_kv_tokens", "_started", "_uncached_tokens", "work")
+
+    def __init__(self, work: Work, uncached_tokens: int, kv_tokens: int, blocks: int) -> None:
+        self.work = work
+        self._uncached_tokens, self._kv_tokens, self._blocks = uncached_tokens, kv_tokens, blocks
+        self._started = self._ended = False
+
+    def first_token(self) -> None:
+        """Note that the prompt is computed; once, and not after the end."""
+        if self._started or self._ended:
+            return
+        self._started, work = True, self.work
+        work.moved()
+        work.waiting -= 1
+        work.queued_tokens -= self._uncached_tokens
+        work.running += 1
+
+    def end(self) -> None:
+        """Take all back; once."""
+        if self._ended:
+            return
+        self._ended, work = True, self.work
+        work.left(self._started)
+        if not self._started:
+            work.queued_tokens -= self._uncached_tokens
+        work.kv_tokens -= self._kv_tokens
+        work.blocks -= self._blocks
+
+
+class Ledger:
+    """The works of one leg.
+
+    stalls:  how many were noticed
+    """
+
+    def __init__(self, role: Role, clock: Clock) -> None:
+        self.role = role
+        self.stalls = 0
+        self._now_s = clock.monotonic_s
+        self._works: dict[WorkerKey, Work] = {}
+        self._arrivals_per_s = 0.0
+        self._arrived_at_s = clock.monotonic_s()
+
+    def work(self, key: WorkerKey) -> Work:
+        """Return a worker's; one not seen before has nothing in flight."""
+        work = self._works.get(key)
+        if work is None:
+            work = self._works[key] = Work(self, self._now_s)
+        return work
+
+    def enter(
+        self, key: WorkerKey, *, prompt_tokens: int, uncached_tokens: int, output_tokens: float, blocks: int
+    ) -> Ticket:
+        """Count a request as a worker's, until its ticket ends."""
+        work, now_s = self.work(key), self._now_s()
+        kept = math.exp(-max(now_s - self._arrived_at_s, 0.0) / ARRIVALS_S)
+        self._arrivals_per_s, self._arrived_at_s = self._arrivals_per_s * kept + 1 / ARRIVALS_S, now_s
+        if not work.busy:
+            work.moved_at_s = now_s  # it had nothing to show
+        kv_tokens = prompt_tokens + int(output_tokens) // 2
+        work.waiting += 1
+        work.queued_tokens += uncached_tokens
+        work.kv_tokens += kv_tokens
+        work.blocks += blocks
+        return Ticket(work, uncached_tokens, kv_tokens, blocks)
+
+    def arrivals_per_s(self) -> float:
+        """Return how many requests this leg gets from this router, mean over the last while."""
+        age_s = max(self._now_s() - self._arrived_at_s, 0.0)
+        return self._arrivals_per_s * math.exp(-age_s / ARRIVALS_S)
+
+    def latest_s(self) -> float:
+        """Return when any worker last showed progress: nobody is silent for longer than since then.
+
+        Where all are silent it is this process that has not looked.
+        """
+        return max((work.moved_at_s for work in self._works.values()), default=-math.inf)
+
+    def resumed(self, work: Work, now_s: float) -> None:
+        """Judge a silence that has just ended: it is remembered when it was a stall."""
+        if work.curve is None or not work.busy:
+            return
+        others = [other.moved_at_s for other in self._works.values() if other is not work]
+        silent_s = max(others, default=-math.inf) - work.moved_at_s
+        if silent_s > patience_s(self.role, work.curve, work.all()):
+            self.stalls += 1
+            work.note_stall(now_s - work.moved_at_s, now_s)
+
+    def take_totals(self, speeds: Iterable[WorkerSpeed], routers: int) -> None:
+        """Take over what workers say they carry: what is not ours is other routers'. With one router none is.
+
+        Held until the next word; what is not said is none.
+        """
+        for work in self._works.values():
+            work.foreign = None
+        if routers <= 1:
+            return
+        for said in speeds:
+            work = self.work(WorkerKey(said.worker_id, said.dp_rank))
+            running = said.running_requests or 0
+            waiting = said.queued_requests or 0
+            if self.role is Role.DECODE:  # what waits here may not have reached the worker yet
+                running, waiting = max(0, running + waiting - work.running - work.waiting), 0
+            else:
+                running, waiting = max(0, running - work.running), max(0, waiting - work.waiting)
+            queued_tokens = max(0, (said.queued_prefill_tokens or 0) - work.queued_tokens)
+            work.foreign = Loads(
+                running, waiting, queued_tokens, max(0, (said.kv_tokens or 0) - work.kv_tokens)
+            )
+
+    def forget(self, alive: Collection[WorkerKey]) -> None:
+        """Let go of workers that have left, once there are many of them; requests still there keep theirs."""
+        if len(self._works) > 2 * len(alive) + SPARE:
+            self._works = {key: work for key, work in self._works.items() if key in alive or not work.empty}
+
+    def in_flight(self) -> Loads:
+        """Return the sum over workers."""
+        works = self._works.values()
+        return Loads(
+            sum(work.running for work in works),
+            sum(work.waiting for work in works),
+            sum(work.queued_tokens for work in works),
+            sum(work.kv_tokens for work in works),
+        )
