@@ -28,18 +28,21 @@ MIN_WORKERS = 2
 class PricedDecision(NamedTuple):
     """A decision reduced to what its price needs.
 
-    A window of these is small: 64 candidates take 0.5 kB as an array and 10 kB as records.
+    A window of these is small: 64 candidates take 0.5 kB a column and 10 kB as records.
 
     workers:  the candidates in ascending order; decisions with the same candidates share one tuple
     costs:    `(m,)` blocks, in the order of `workers`
     chosen:   index into both
     uncached_tokens:  `(m,)` of this prompt
+    loads:    `(4, m)` queued prefill tokens, decode blocks, active requests, blocks this request would add
     """
 
     workers: tuple[WorkerKey, ...]
     costs: NDArray[np.float64]
     chosen: int
     uncached_tokens: NDArray[np.float64]
+    prompt_tokens: int = 0
+    loads: NDArray[np.float64] = np.zeros((4, 0))
 
 
 def price(
@@ -63,6 +66,9 @@ def price(
                 c.uncached_tokens,
                 c.queued_prefill_tokens,
                 c.decode_blocks + c.added_blocks,
+                c.decode_blocks,
+                c.active_requests,
+                c.added_blocks,
             )
             for c in decision.candidates
         ),
@@ -76,7 +82,7 @@ def price(
     counts = np.array([row[2:] for row in rows], dtype=np.float64)
     if counts.min() < 0:
         return None
-    uncached_tokens, queued_prefill_tokens, decode_blocks = counts.T
+    uncached_tokens, queued_prefill_tokens, decode_blocks = counts[:, :3].T
     costs = block_cost(
         uncached_tokens,
         queued_prefill_tokens,
@@ -84,7 +90,14 @@ def price(
         block_size=block_size,
         prefill_load_scale=prefill_load_scale,
     )
-    return PricedDecision(workers, costs, workers.index(decision.worker), uncached_tokens.copy())
+    return PricedDecision(
+        workers,
+        costs,
+        workers.index(decision.worker),
+        uncached_tokens.copy(),
+        decision.prompt_tokens,
+        counts[:, [1, 3, 4, 5]].T.copy(),
+    )
 
 
 class LegPrice(NamedTuple):

@@ -24,12 +24,13 @@ from dynamo_poa.decisions import DecisionLog, Traffic
 from dynamo_poa.errors import ActuationError, BusError
 from dynamo_poa.fleet import Notice, pools_of
 from dynamo_poa.load import WorkerState
+from dynamo_poa.policies import settings_to_price
 from dynamo_poa.policies.running import Asked
 from dynamo_poa.pricing import Pricer
 from dynamo_poa.telemetry import RouterView, Sink, TelemetryRecord
 from dynamo_poa.tick import ControllerState, Counts, Effects, Observation, Settings
 from dynamo_poa.ttft import FrontendScraper, FrontendSnapshot, combine
-from dynamo_poa.values import Applied, Pin, RouterParams, WorkerCard
+from dynamo_poa.values import Applied, Pin, RouterParams, Setting, WorkerCard
 
 log = structlog.get_logger()
 
@@ -285,7 +286,7 @@ class ControlLoop:
         if (error := self._pricer.take_failure()) is not None:
             self._say_failed(error)
         if self._is_due("estimate", at_s, config.estimate_s):
-            self._pricer.look(at_s, workers, decisions)
+            self._pricer.look(at_s, workers, decisions, self._asked_about())
         ttft, traffic = decisions.take_ttft(), decisions.traffic(at_s)
         if self._frontend is not None:
             from_frontend, snapshot = self._frontend.take(at_s)
@@ -306,6 +307,8 @@ class ControlLoop:
             pools=pools_of(workers),
             workers=tuple(workers),
             latencies=self._pricer.latencies,
+            outcomes=decisions.take_outcomes(),
+            predicted=self._pricer.predicted,
             routers=tuple(
                 RouterView(
                     router_id=router.router_id,
@@ -322,6 +325,12 @@ class ControlLoop:
             counts=self._counts(at_s),
         )
 
+    def _asked_about(self) -> tuple[Setting, ...]:
+        """Return the settings that policies want to know the price of."""
+        current, settings = self._channel.current or self._stored, self._settings
+        in_force = None if current is None else current.setting
+        return settings_to_price(settings.config.policy, settings.static, in_force)
+
     def _counts(self, at_s: float) -> Counts:
         fleet, decisions = self._fleet, self._decisions
         received = {**fleet.received, "decisions": decisions.batches}
@@ -331,6 +340,7 @@ class ControlLoop:
             "decisions_lost": decisions.lost,
             "decisions_dropped_by_router": decisions.dropped,
             "decisions_unpriced": decisions.unpriced,
+            "outcomes_untold": decisions.untold,
             "snapshots_unpriced": self._pricer.skipped,
             "passes_unmeasured": self._pricer.unmeasured,
             "requests_forgotten": decisions.forgotten,

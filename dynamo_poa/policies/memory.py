@@ -30,17 +30,24 @@ class Key(NamedTuple):
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
-    """Arrival rate in requests/s and mean prompt in tokens to compute, smoothed; None while unknown."""
+    """Arrival rate in requests/s and mean prompt in tokens to compute, smoothed; None while unknown.
 
-    at_s: float = 0.0
+    age_s:  how long it has been watched; all of it counts alike while that is short
+    """
+
+    at_s: float | None = None
+    age_s: float = 0.0
     arrival_rate: float | None = None
     tokens_mean: float | None = None
 
     def next(self, traffic: Traffic, at_s: float) -> "Load":
         """Return it a view later."""
-        weight = 1 - 0.5 ** (max(at_s - self.at_s, 0.0) / LOAD_HALF_LIFE_S)
+        passed_s = 0.0 if self.at_s is None else max(at_s - self.at_s, 0.0)
+        age_s = self.age_s + passed_s
+        weight = max(1 - 0.5 ** (passed_s / LOAD_HALF_LIFE_S), passed_s / age_s if age_s else 1.0)
         return Load(
             at_s=at_s,
+            age_s=age_s,
             arrival_rate=_smoothed(self.arrival_rate, traffic.arrival_rate, weight),
             tokens_mean=_smoothed(self.tokens_mean, traffic.tokens_mean, weight),
         )
