@@ -132,8 +132,7 @@ def step(
         events.append(regime_event(before, state, verdict, settings))
     told_of = publish if changes else None  # a record that only carries newer baselines is no change
     state, told = params_event(state, seen.current, told_of, choice, wanted, applied)
-    events += told
-    events += policy_events(before_step, state, settings)
+    events += [*policy_events(before_step, state, settings), *told]
     watched = Watched(readings=readings, pools=pools, trend=trend, answer=answer, shadow=shadow)
     record = telemetry_record(state, seen, settings, verdict, in_force, wanted, applied, watched)
     return state, Effects(publish=publish, events=tuple(events), record=record)

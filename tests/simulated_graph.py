@@ -18,7 +18,7 @@ from dynamo_poa.errors import ActuationError, BusError
 from dynamo_poa.fleet import Fleet
 from dynamo_poa.latency import LatencyBook
 from dynamo_poa.loop import ControlLoop
-from dynamo_poa.policies import make_policy
+from dynamo_poa.policies import make_policy, make_shadow
 from dynamo_poa.pricing import Pricer
 from dynamo_poa.tick import Settings
 from dynamo_poa.values import Candidate, Outcome, Role, RouterParams, Setting, WorkerCard
@@ -98,6 +98,7 @@ class Graph:
     ttft_s:     called with the requests in flight and the parameters in force
     in_flight:  how many requests clients keep open; each lives `life_s`
     cards:      workers that say what a test sends for them, in place of two silent ones
+    policy:     in place of the configured one
     """
 
     def __init__(
@@ -111,6 +112,7 @@ class Graph:
         fleet=None,
         cards=SILENT,
         sinks=(),
+        policy=None,
         **config,
     ):
         config = {"regime": RegimeConfig(baseline_s=0.1)} | config
@@ -132,7 +134,8 @@ class Graph:
             Settings(
                 namespace="poa",
                 config=self.config,
-                policy=make_policy(self.config.policy),
+                policy=policy or make_policy(self.config.policy),
+                shadow=make_shadow(self.config.policy),
                 static=Setting(*STATIC),
             ),
             clock=self.clock,

@@ -23,7 +23,8 @@ from dynamo_poa.serve.show import MAX_DURATION_S, read_duration_s
 from dynamo_poa.serve.target import Target, find_target
 from dynamo_poa.serve.view import changes, record_view
 from dynamo_poa.serve.watch import Feed, live_view, trouble
-from dynamo_poa.values import Mode, ParamsKind, Regime
+from dynamo_poa.telemetry import PolicyView
+from dynamo_poa.values import Mode, ParamsKind, Regime, Selection, Setting
 
 RECORDING = FIXTURES / "poa_2p4d_straggler.ndjson.gz"
 TARGET = Target("nats://127.0.0.1:4222", "poa")
@@ -297,6 +298,36 @@ def test_only_what_changed_between_two_records_is_a_line() -> None:
         "mode active -> shadow",
         "transition -> saturated: P99 over θ2",
         "τ 0.7 ω 1 policy -> τ 0.8 ω 0.1 policy, revision 4",
+    ]
+
+
+def test_policies_are_shown_with_their_wish_reason_gain_and_failure() -> None:
+    """What is in force, what the policy wants in its place, what the one in shadow would do."""
+    policy = PolicyView(name="auto", setting=Setting(0.3, 1.0), reason="trial", detail="pair 2 of 8")
+    shadow = PolicyView(
+        name="marginal",
+        setting=Setting(0.0, 1.0, 4.0, Selection.MARGINAL),
+        reason="policy_failed",
+        predicted_gain_frac=0.125,
+        disabled_left_s=41.6,
+        errors=3,
+    )
+    record = msgspec.structs.replace(
+        RECORD, policy=policy, shadow=shadow, selection=Selection.MARGINAL, prefill_load_scale=2.0
+    )
+    shown = text(record_view(record)).splitlines()
+    assert shown[7:10] == [
+        "parameters  τ 0.7 ω 1 scale 2 marginal, revision 3, policy, applied; the policy would set τ 0.7 ω 1",
+        "policy      auto: τ 0.3 ω 1, trial (pair 2 of 8)",
+        "shadow      marginal: τ 0 ω 1 scale 4 marginal, policy_failed, predicted to save 12.5%, "
+        "asked again in 42 s, failed 3 times",
+    ]
+    before = msgspec.structs.replace(
+        record, policy=msgspec.structs.replace(policy, reason="no_candidate_better"), selection=Selection.KV
+    )
+    assert [line[10:] for line in changes(before, record)] == [
+        "policy auto: no_candidate_better -> trial (pair 2 of 8)",
+        "τ 0.7 ω 1 scale 2 policy -> τ 0.7 ω 1 scale 2 marginal policy, revision 3",
     ]
 
 

@@ -23,6 +23,7 @@ from dynamo_poa.values import (
     Regime,
     Role,
     RouterParams,
+    Selection,
     Setting,
     TtftSample,
     WorkerCard,
@@ -194,6 +195,21 @@ def test_a_pin_overrides_the_policy_until_it_expires():
     assert [event.reason for event in effects.events] == [reason]
     assert channel.current.reason == reason
     assert channel.values == [(0.0, 1.0, "policy"), (0.3, 0.4, "pin"), (0.0, 1.0, "policy")]
+
+
+def test_an_operator_may_write_who_selects_and_a_pin_leaves_it_to_dynamo():
+    """A record in the store is taken as it says; `set` knows τ and ω only."""
+    channel = Channel()
+    channel.tick()
+    written = msgspec.structs.replace(record(), selection=Selection.MARGINAL, prefill_load_scale=4.0)
+    channel.tick(foreign=written)
+    assert channel.current.setting == Setting(0.4, 0.5, 4.0, Selection.MARGINAL)
+    assert channel.effects.record.selection is Selection.MARGINAL
+    channel.state = pinned(channel.state, Pin(router_temperature=0.4, overlap_weight=0.5))
+    channel.tick()
+    assert channel.current.setting == Setting(0.4, 0.5, None, Selection.KV)
+    assert channel.current.revision == 42
+    assert channel.tick().publish is None
 
 
 def test_a_pin_without_end_holds_through_regime_changes_until_it_is_released():

@@ -8,7 +8,8 @@ from records import RECORD
 
 from dynamo_poa.controller_metrics import ControllerMetrics
 from dynamo_poa.fleet import Fleet
-from dynamo_poa.values import Role, WorkerCard
+from dynamo_poa.telemetry import PolicyView
+from dynamo_poa.values import Role, Selection, Setting, WorkerCard
 
 
 def scraped(metrics):
@@ -37,6 +38,41 @@ async def test_metrics_say_what_the_record_says():
     assert samples["poa_messages_dropped_total", ("reason", "schema")] == 1
     assert samples["poa_params_refused_total", ("reason", "not_finite")] == 2
     assert samples["poa_params_swaps_total",] == 2
+
+
+async def test_each_policys_wish_reason_and_failures_have_series_of_their_own():
+    """The one whose word counts and the one in shadow, also when both are of one name."""
+    metrics = ControllerMetrics()
+    shadow = PolicyView(
+        name="table",
+        setting=Setting(0.8, 0.1, 4.0, Selection.MARGINAL),
+        reason="policy_failed",
+        predicted_gain_frac=0.25,
+        disabled_left_s=30.0,
+        errors=2,
+    )
+    await metrics.emit(msgspec.structs.replace(RECORD, shadow=shadow, prefill_load_scale=4.0))
+    await metrics.emit(msgspec.structs.replace(RECORD, shadow=shadow))
+    samples = scraped(metrics)
+
+    def of(name, which, **labels):
+        key = {"as": which, "policy": "table"} | labels
+        return samples.get((name, *sorted(key.items())))
+
+    def both(name, **labels):
+        return [of(name, which, **labels) for which in ("active", "shadow")]
+
+    assert both("poa_policy_router_temperature") == [0.7, 0.8]
+    assert both("poa_policy_overlap_weight") == [1.0, 0.1]
+    assert both("poa_policy_prefill_load_scale") == [None, 4.0]
+    assert both("poa_policy_marginal") == [0, 1]
+    assert both("poa_policy_predicted_gain_frac") == [None, 0.25]
+    assert both("poa_policy_disabled") == [0, 1]
+    assert both("poa_policy_errors_total") == [0, 2]
+    assert of("poa_policy_answers_total", "active", reason="table") == 2
+    assert of("poa_policy_answers_total", "shadow", reason="policy_failed") == 2
+    assert ("poa_prefill_load_scale",) not in samples  # gone with the setting
+    assert [samples["poa_selection", ("selection", who)] for who in Selection] == [1, 0]
 
 
 async def test_what_is_unknown_has_no_series():

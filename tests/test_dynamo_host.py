@@ -41,6 +41,22 @@ def test_on_prefill_and_aggregated_both_values_are_stamped() -> None:
     }
 
 
+def test_a_prefill_load_scale_is_stamped_where_it_acts() -> None:
+    """Not on the decode leg; where ω is the scale, ω is what is configured."""
+    params = RouterParams(revision=3, router_temperature=0.7, overlap_weight=0.1, prefill_load_scale=4.0)
+    stamped = {"router_temperature": 0.7, "overlap_score_credit": 0.1, "prefill_load_scale": 4.0}
+    for role in (Role.PREFILL, Role.AGGREGATED):
+        assert router_override(role, "overlap_score_credit", params, None) == stamped
+        assert router_override(role, "prefill_load_scale", params, None) == {
+            "router_temperature": 0.7,
+            "prefill_load_scale": 0.1,
+        }
+    assert router_override(Role.DECODE, "overlap_score_credit", params, None) == {
+        **DECODE_OVERRIDE,
+        "router_temperature": 0.7,
+    }
+
+
 def test_on_decode_dynamos_own_override_stays_and_only_temperature_is_added() -> None:
     """Source: what the stock frontend presets on the decode leg, measured."""
     preset = {**DECODE_OVERRIDE, "prefill_load_scale": None}

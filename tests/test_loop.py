@@ -9,8 +9,9 @@ from simulated_graph import STATIC, Graph, ticking
 
 from dynamo_poa.errors import ActuationError, BusError
 from dynamo_poa.fleet import Fleet
+from dynamo_poa.policies import Answer
 from dynamo_poa.ttft import FrontendScraper
-from dynamo_poa.values import Applied, ParamsKind, Pin, Regime, RouterParams
+from dynamo_poa.values import Applied, ParamsKind, Pin, Regime, RouterParams, Setting
 
 HEALTHY = 20
 
@@ -161,6 +162,55 @@ async def test_a_publication_that_fails_is_asked_for_again_and_told_once():
     ]
     assert g.written == [(0.0, 1.0, "policy"), (0.3, 0.4, "pin")]
     assert g.last.swaps == 1
+
+
+class Broken:
+    """A policy that raises what it is given, after a first good answer."""
+
+    name = "broken"
+
+    def __init__(self, error):
+        self.error = error
+
+    def start(self):
+        return False
+
+    def decide(self, state, view):
+        if state:
+            raise self.error
+        return True, Answer(Setting(0.5, 0.25), "good")
+
+
+@pytest.mark.parametrize("error", [KeyError("τ"), RecursionError(), OverflowError(34), MemoryError()])
+async def test_a_policy_that_raises_costs_no_tick_and_keeps_its_last_good_parameters(error):
+    """Whatever it raises: it alone is disabled, for cooldown_s; ticks, heartbeats and operators go on."""
+    g = graph(policy=Broken(error))
+    with structlog.testing.capture_logs() as lines:
+        async with ticking(g):
+            await g.run(5, HEALTHY)
+            assert (g.last.policy.reason, g.last.policy.errors, g.last.failed_ticks) == (
+                "policy_failed",
+                1,
+                0,
+            )
+            g.loop.pin(Pin(router_temperature=0.3, overlap_weight=0.4))
+            await g.run(1, HEALTHY)
+            g.loop.release()
+            await g.run(1, HEALTHY)
+    assert g.written == [(0.5, 0.25, "policy"), (0.3, 0.4, "pin"), (0.5, 0.25, "policy")]
+    told = [(line["event"], line["reason"]) for line in lines if line["event"].startswith("poa.policy.")]
+    assert told == [("poa.policy.failed", repr(error))]
+
+
+async def test_told_to_forget_the_policy_begins_anew():
+    """`release --forget`: here it has a good answer again."""
+    g = graph(policy=Broken(ValueError("no")))
+    async with ticking(g):
+        await g.run(2, HEALTHY)
+        assert g.last.policy.disabled_left_s is not None
+        g.loop.release(forget=True)
+        await g.run(0.25, HEALTHY)
+        assert (g.last.policy.reason, g.last.policy.disabled_left_s) == ("good", None)
 
 
 async def test_an_outside_write_waits_until_it_can_be_adopted():

@@ -16,7 +16,7 @@ from dynamo_poa.params import (
     decode_params,
     encode_params,
 )
-from dynamo_poa.values import Mode, ParamsKind, Regime, RouterParams
+from dynamo_poa.values import Mode, ParamsKind, Regime, RouterParams, Selection, Setting
 from dynamo_poa.wire import Heartbeat
 
 STATIC = RouterParams(revision=0, router_temperature=0.0, overlap_weight=1.0)
@@ -53,6 +53,17 @@ def written(**changes: object) -> bytes:
 def test_a_record_survives_storing() -> None:
     """Contract: the store keeps every field."""
     assert decode_params(encode_params(record(7))) == record(7)
+
+
+def test_a_record_says_who_selects_and_the_prefill_load_scale() -> None:
+    """An older record, or one by hand, leaves both to Dynamo; what is said is kept."""
+    older = decode_params(written())
+    assert older.setting == Setting(0.7, 0.3, None, Selection.KV)
+    params = decode_params(written(prefill_load_scale=4, selection="marginal"))
+    assert params.setting == Setting(0.7, 0.3, 4.0, Selection.MARGINAL)
+    assert decode_params(encode_params(params)) == params
+    for other in (older, decode_params(written(prefill_load_scale=4))):
+        assert not params.same_values(other)
 
 
 def test_a_record_by_hand_needs_its_two_values_only() -> None:
@@ -97,6 +108,12 @@ REFUSALS = [
     (written(kind=1), "type", "kind"),
     (written(kind=["policy"]), "type", "kind"),
     (written(regime="hot"), "out_of_range", "regime"),
+    (written(selection="best"), "out_of_range", "selection"),
+    (written(selection=None), "type", "selection"),
+    (written(prefill_load_scale="4"), "type", "prefill_load_scale"),
+    (written(prefill_load_scale=float("nan")), "not_finite", "prefill_load_scale"),
+    (written(prefill_load_scale=-0.5), "out_of_range", "prefill_load_scale"),
+    (written(prefill_load_scale=16.5), "out_of_range", "prefill_load_scale"),
     (written(reason=1), "type", "reason"),
 ]
 
