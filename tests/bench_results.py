@@ -104,7 +104,9 @@ def result(made: Cell, factor: float = 1.0, at: float | None = None) -> Result:
     """A cell's result; the same cell's is the same."""
     load = made.load
     at = at if at is not None else load.users if isinstance(load, Closed) else getattr(load, "rate_rps", 1.0)
-    shared, own = random.Random(f"{made.group} {made.seed}"), random.Random(made.id)
+    # Not of the cell's id: a field that cells are given later must not change what these results are.
+    asked = f"{made.group} {made.seed}"
+    shared, own = random.Random(asked), random.Random(f"{asked} {made.policy.name}")
     noise = shared.uniform(0.85, 1.15) * own.uniform(0.99, 1.01)
     series = ()
     found = figures(at, factor, noise)

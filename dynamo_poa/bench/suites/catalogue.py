@@ -1,7 +1,8 @@
 """Which suites there are, and which cells each consists of.
 
 Owns: the suites' fleets, workloads and lengths; words that choose some of their cells; how long they take.
-Does not own: policies and how the best setting is found (baselines.py), the order of cells (runner.py).
+Does not own: policies and how the best setting is found (baselines.py), the fleets of `hetero` (variants.py),
+              the order of cells (runner.py).
 Invariant: in each group of cells (fleet, workload, load) stand all policies the engine offers, unless the
            suite says which and why. A suite's cells depend on its options alone.
 Source: paper: topologies, workload, C = 96 and 128 in the sweep, the three phases. Speeds of live workers:
@@ -15,8 +16,9 @@ from typing import Any, Literal
 
 import msgspec
 
-from dynamo_poa.bench.suites import baselines, profiles, runner
-from dynamo_poa.bench.suites.cells import Cell, Fleet, Phase, Policy, SlowWorker, Stall
+from dynamo_poa.bench.suites import baselines, profiles, runner, variants
+from dynamo_poa.bench.suites.cells import Cell, Fleet, Phase, Policy
+from dynamo_poa.bench.suites.variants import LIVE_CONTENT, LIVE_FLEET, live_fleet
 from dynamo_poa.errors import ConfigError
 from dynamo_poa.workloads.arrivals import Closed, Load, OnOff, Poisson, TraceTimes, Waves
 from dynamo_poa.workloads.synthetic import Content, LongTail, Mixed, MultiTurn, Paper, Trace, Zipf
@@ -248,141 +250,8 @@ def _splits(*sizes: int) -> Callable[[str, Options], Iterator[Cell]]:
     return build
 
 
-# 32 users on workers at half speed: some 50 requests/s, under which two cores are half busy.
-_LIVE = Fleet(name="equal", prefill=2, decode=4, speedup=0.5, kv_blocks=4096)
-_LIVE_CONTENT = Zipf(output_tokens=32)
-
-
-def _live_fleet(name: str, **changed: Any) -> Fleet:
-    return msgspec.structs.replace(_LIVE, name=name, **changed)
-
-
-def _slow(role: Literal["aggregated", "decode"], factor: float) -> tuple[SlowWorker, ...]:
-    return (SlowWorker(role=role, number=0, factor=factor),)
-
-
-@dataclass(frozen=True)
-class _Place:
-    """Fleets under one workload, with what is asked of whom there and for how long.
-
-    policies:  by name, empty for all
-    """
-
-    fleets: tuple[Fleet, ...]
-    content: Content
-    users: int
-    policies: tuple[str, ...]
-    learn_s: float = 0.0
-    warm_up_s: float = 2.0
-    seconds: float = 4.0
-
-    def cells(self, name: str, seeds: Iterable[int]) -> Iterator[Cell]:
-        """Yield its cells."""
-        policies = tuple(map(baselines.policy, self.policies)) or None
-        load = [(self.content, Closed(users=self.users))]
-        length = {"learn_s": self.learn_s, "warm_up_s": self.warm_up_s, "seconds": self.seconds}
-        yield from _cross(name, "live", self.fleets, load, seeds, policies, **length)
-
-
-# Slower still where a worker is slow: at 48 users decoding, not the processors, is then what limits. With a
-# worker at a fifth of that its requests last 6 s, which is what has to pass before a loop is in its stride.
-_SLOWED: dict[str, Any] = {"speedup": 0.25, "kv_blocks": 4096}
-_IN_ITS_STRIDE = {"learn_s": 6.0, "warm_up_s": 4.0, "seconds": 8.0}
-_SHORT = Zipf(input_tokens=128, output_tokens=32)
-# Replayed: here a prefill load scale of 4 has mean TTFT 12 % lower, and τ = 0.7 has it 16 % higher.
-_PREFILL_BOUND = Fleet(name="prefill-bound", prefill=0, decode=6, speedup=0.5, kv_blocks=4096)
-_LONG = Zipf(prefixes=50, input_tokens=4096, output_tokens=16)
-# Replayed: here τ = 0.7 has mean TTFT 23 % lower: the default keeps short prompts where their prefix is.
-_DECODE_BOUND = Zipf(input_tokens=256, output_tokens=128)
-_ROUTERS = {
-    (count, sync): msgspec.structs.replace(
-        _PREFILL_BOUND, name=f"{count} routers{' synchronised' * sync}", routers=count, replica_sync=sync
-    )
-    for count in (2, 4)
-    for sync in (False, True)
-}
-_HETERO = (
-    _Place((_LIVE,), _LIVE_CONTENT, 32, ()),
-    _Place(
-        (
-            _live_fleet("one decode worker 3x slower", slow=_slow("decode", 3.0)),
-            _live_fleet("small KV caches with a host tier", kv_blocks=640, host_blocks=4096),
-        ),
-        _LIVE_CONTENT,
-        32,
-        baselines.JUDGED,
-    ),
-    _Place(
-        (_live_fleet("small KV caches", kv_blocks=640),),
-        _LIVE_CONTENT,
-        32,
-        ("kv", "kv decay", "ours auto", "ours marginal"),
-    ),
-    _Place(
-        (
-            Fleet(
-                name="one of five aggregated workers 5x slower",
-                prefill=0,
-                decode=5,
-                slow=_slow("aggregated", 5.0),
-                **_SLOWED,
-            ),
-        ),
-        _SHORT,
-        48,
-        ("least-loaded", "kv best", *baselines.JUDGED),
-        **_IN_ITS_STRIDE,
-    ),
-    _Place(
-        (
-            Fleet(
-                name="one of five decode workers 5x slower",
-                prefill=2,
-                decode=5,
-                slow=_slow("decode", 5.0),
-                **_SLOWED,
-            ),
-        ),
-        _SHORT,
-        48,
-        ("least-loaded", *baselines.JUDGED),
-        **_IN_ITS_STRIDE,
-    ),
-    # A whole period is measured, wherever in it that begins.
-    _Place(
-        (
-            _live_fleet(
-                "one decode worker stalls 2 s in 6",
-                stall=Stall(role="decode", number=0, stall_s=2.0, period_s=6.0),
-            ),
-        ),
-        _LIVE_CONTENT,
-        32,
-        ("least-loaded", *baselines.JUDGED),
-        learn_s=8.0,
-        warm_up_s=2.0,
-        seconds=6.0,
-    ),
-    # A change that `auto` tries takes it half a minute to judge.
-    _Place((_PREFILL_BOUND,), _LONG, 48, ("kv best", *baselines.JUDGED), learn_s=14.0, seconds=8.0),
-    _Place(
-        (_live_fleet("decode-bound"),),
-        _DECODE_BOUND,
-        40,
-        ("kv best", *baselines.JUDGED),
-        learn_s=14.0,
-        seconds=6.0,
-    ),
-    # Where several routers differ from one: those that keep account of what they sent.
-    _Place((_ROUTERS[4, False],), _LONG, 48, baselines.JUDGED, seconds=8.0),
-    _Place((_ROUTERS[2, False], _ROUTERS[2, True]), _LONG, 48, ("kv", "ours auto", "ours marginal")),
-    _Place((_ROUTERS[4, True],), _LONG, 48, ("kv", "ours marginal")),
-)
-
-
 def _hetero(name: str, options: Options) -> Iterator[Cell]:
-    for place in _HETERO:
-        yield from place.cells(name, options.seeds)
+    yield from variants.cells(name, options.seeds)
 
 
 def _workloads(name: str, options: Options) -> Iterator[Cell]:
@@ -427,15 +296,15 @@ def _workloads_live(name: str, options: Options) -> Iterator[Cell]:
     if options.trace:
         trace = Trace(path=options.trace, part="second", limit=500)
         loads.append((trace, TraceTimes(speedup=1.0, spread_s=3.0)))
-    yield from _cross(name, "live", [_LIVE], loads, options.seeds, warm_up_s=3.0, seconds=10.0)
+    yield from _cross(name, "live", [LIVE_FLEET], loads, options.seeds, warm_up_s=3.0, seconds=10.0)
 
 
 def _smoke(name: str, options: Options) -> Iterator[Cell]:
     loads = [(Zipf(), Closed(users=users)) for users in (32, 256)]
     yield from _cross(name, "replay", [_equal(2, 4), _equal(0, 6)], loads, options.seeds, requests=500)
     policies = tuple(map(baselines.policy, ("kv", "ours active")))
-    load = [(_LIVE_CONTENT, Closed(users=16))]
-    fleet = [_live_fleet("2P/4D live")]
+    load = [(LIVE_CONTENT, Closed(users=16))]
+    fleet = [live_fleet("2P/4D live")]
     yield from _cross(name, "live", fleet, load, options.seeds[:1], policies, warm_up_s=3.0, seconds=10.0)
 
 

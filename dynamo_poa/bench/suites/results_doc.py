@@ -8,12 +8,12 @@ Invariant: generated, never edited; nothing is left out because it disappoints.
 import argparse
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
 
-from dynamo_poa.bench.suites import arranged, tables
+from dynamo_poa.bench.suites import arranged, earned, tables
 from dynamo_poa.bench.suites.baselines import TUNING_SUFFIX
 from dynamo_poa.bench.suites.cells import Result
 from dynamo_poa.bench.suites.paper_figures import CLAIMS, PAPER
@@ -25,7 +25,17 @@ from dynamo_poa.bench.suites.tables import Table, Text
 from dynamo_poa.errors import ConfigError, PoaError
 
 # The suites that readers come for first; others follow in the order of their names.
-ORDER = ("splits", "hetero", "workloads", "paper-1", "paper-2", "paper-3", "paper-4", "smoke")
+ORDER = (
+    "hetero",
+    "workloads-live",
+    "splits",
+    "workloads",
+    "paper-1",
+    "paper-2",
+    "paper-3",
+    "paper-4",
+    "smoke",
+)
 PREAMBLE = (
     "Generated from results by `python -m dynamo_poa.bench.suites.results_doc DIR... --out docs/results.md`; "
     "not edited by hand. All of it was measured on Dynamo's own mock engine: on its simulator in virtual "
@@ -43,7 +53,9 @@ def markdown(suites: Sequence[Contents]) -> str:
     ordered = sorted(suites, key=_order)
     parts = ["# What routing is worth", PREAMBLE, "## In short"]
     parts += [f"**{title(c)}**: {' '.join(verdicts(c.results))}" for c in ordered]
-    parts.append(_commanded(_beside_the_paper(ordered), 2, _commands(ordered)))
+    parts += _earned(ordered)
+    paper = {claim.suite for claim in CLAIMS}
+    parts.append(_commanded(_beside_the_paper(ordered), 2, _commands(ordered, paper)))
     parts += ["## What disappoints", "\n".join(_disappointing(ordered)) or "Nothing."]
     for contents in ordered:
         parts += _suite(contents)
@@ -69,8 +81,17 @@ def command(contents: Contents) -> str:
     return re.sub(rf"--trace[ =]{_WORD}", lambda found: f"--trace {Path(found[1].strip(chr(39))).name}", text)
 
 
-def _commands(suites: Sequence[Contents]) -> str:
-    wanted = {claim.suite for claim in CLAIMS}
+def _earned(suites: Sequence[Contents]) -> Iterator[str]:
+    """Yield what was asked of the policies that are to be left on; nothing where neither was measured."""
+    results = [r for contents in suites if contents.stamp.suite in earned.SUITES for r in contents.results]
+    if {result.cell.policy.name for result in results} & {earned.AUTO, earned.MARGINAL}:
+        text = _commands(suites, set(earned.SUITES))
+        yield _commanded(earned.verdict(results), 2, text)
+        if (everywhere := earned.everywhere(results)) is not None:
+            yield _commanded(everywhere, 3, text)
+
+
+def _commands(suites: Sequence[Contents], wanted: Collection[str]) -> str:
     return "`, `".join(command(contents) for contents in suites if contents.stamp.suite in wanted)
 
 
