@@ -54,9 +54,11 @@ class CoefficientsSink:
             for role in (Role.DECODE, Role.AGGREGATED)
         }
         self._output_tokens.update(self._clock.monotonic_s(), ended)
-        if record.selection is not Selection.MARGINAL:
-            return
-        self._revision += 1
+        pools = self._pools()
+        if record.selection is not Selection.MARGINAL or not pools:
+            return  # who knows nothing, just started, does not overwrite what a predecessor has told
+        # By the wall clock, so that it grows over a restart too, also under the same process id.
+        self._revision = max(self._revision + 1, int(self._clock.wall_s() * 1000))
         latencies, means = self._latencies(), self._output_tokens.mean
         message = Coefficients(
             controller_id=self._controller_id,
@@ -64,8 +66,7 @@ class CoefficientsSink:
             sent_at_s=self._clock.wall_s(),
             routers=len(record.routers),
             pools={
-                role: PoolSpeed(curve=of, output_tokens_mean=means.get(role))
-                for role, of in self._pools().items()
+                role: PoolSpeed(curve=of, output_tokens_mean=means.get(role)) for role, of in pools.items()
             },
             workers=tuple(
                 speed_of(worker, latencies[worker.key])

@@ -165,7 +165,7 @@ class Coefficients(msgspec.Struct, frozen=True, kw_only=True):
 
     Sent on every tick while the setting in force has `selection` marginal.
 
-    revision:  grows with each message of one controller
+    revision:  grows with each message, also over a controller's restart
     lease_s:   a router that hears nothing for so long falls back to Dynamo's own selection
     routers:   how many share the workers
     pools:     by role

@@ -40,6 +40,7 @@ class Fleet:
         self.decisions = DecisionLog(window=16, ttft_window_s=3.0, stale_s=30.0, block_size=16)
         self.output_tokens = OutputTokens()
         self.counter_id = 0
+        self.pools = {Role.AGGREGATED: POOL}
         self.sink = CoefficientsSink(
             self,
             "poa",
@@ -49,7 +50,7 @@ class Fleet:
             output_tokens=self.output_tokens,
             workers=lambda: [self.load.state(WorkerKey(W1, 0), CARD, 1.0, 30.0, False)],
             latencies=lambda: self.latencies,
-            pools=lambda: {Role.AGGREGATED: POOL},
+            pools=lambda: self.pools,
         )
 
     async def publish(self, subject, data):
@@ -93,14 +94,14 @@ async def test_the_message_says_what_is_known_of_each_worker_and_pool(fleet):
     clock = ManualClock()
     assert message == Coefficients(
         controller_id="controller-1",
-        revision=1,
+        revision=int(clock.wall_s() * 1000),
         sent_at_s=clock.wall_s(),
         lease_s=10.0,
         routers=1,
         pools={Role.AGGREGATED: PoolSpeed(curve=POOL, output_tokens_mean=30.0)},
         workers=(WorkerSpeed(W1, 0, SLOW, 9.5, 357, 4003, 5, 7000),),
     )
-    assert [told.revision for told in await fleet.told()] == [2]
+    assert [told.revision for told in await fleet.told()] == [message.revision + 1]
 
 
 async def test_in_a_pass_that_only_prefills_those_past_their_first_token_still_count(fleet):
@@ -120,6 +121,12 @@ async def test_what_is_not_known_is_none_and_a_worker_without_a_model_is_left_ou
     assert (await fleet.told())[0].pools[Role.AGGREGATED].output_tokens_mean is None
     fleet.latencies = {}
     assert (await fleet.told())[0].workers == ()
+
+
+async def test_one_who_knows_nothing_says_nothing(fleet):
+    """A controller that has just been restarted leaves routers what its predecessor told, for the lease."""
+    fleet.pools = {}
+    assert await fleet.told() == []
 
 
 async def test_what_could_not_be_sent_is_counted(fleet):

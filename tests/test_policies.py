@@ -276,6 +276,13 @@ def test_marginal_lets_the_plugin_select_once_the_workers_speeds_are_known():
     assert answer(marginal, calibrated=False) == Answer(STATIC, "no_coefficients")
 
 
+def test_marginal_leaves_in_force_what_a_predecessor_had_before_it_knows_the_speeds_again():
+    """A restart moves nothing (I6): routers fall back by themselves. An operator's setting is not kept."""
+    marginal, setting = PolicyConfig(name="marginal"), Setting(0.3, 0.9, None, Selection.MARGINAL)
+    assert answer(marginal, in_force=setting, ours=True) == Answer(setting, "no_coefficients")
+    assert answer(marginal, in_force=setting, ours=False) == Answer(STATIC, "no_coefficients")
+
+
 def test_a_shadow_is_made_only_where_one_is_configured():
     """`shadow` names the policy that is asked beside the active one."""
     assert make_shadow(PolicyConfig()) is None

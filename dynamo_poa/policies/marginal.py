@@ -23,7 +23,10 @@ class MarginalPolicy:
 
     def decide(self, state: None, view: View) -> tuple[None, Answer]:
         """Return the plugin's own selection, or Dynamo's while no worker's speed is known."""
-        if not view.calibrated:
-            return None, Answer(view.static, "no_coefficients")
         setting = msgspec.structs.replace(view.static, selection=Selection.MARGINAL)
-        return None, Answer(setting, self.name)
+        if view.calibrated:
+            return None, Answer(setting, self.name)
+        # What a predecessor has put in force stays: routers without fresh coefficients fall back by
+        # themselves, and a controller that has only been restarted knows the speeds within seconds.
+        kept = view.ours and view.in_force == setting
+        return None, Answer(setting if kept else view.static, "no_coefficients")
