@@ -83,8 +83,10 @@ class Work:
     @property
     def busy(self) -> bool:
         """Tell whether it has something to show progress of."""
-        # On the decode leg what waits is with a prefill worker still.
-        return self.running > 0 if self._ledger.role is Role.DECODE else self.running + self.waiting > 0
+        if self._ledger.role is Role.DECODE:
+            return self.running > 0  # what waits is with a prefill worker still
+        # A prefill worker whose prompts are computed has no more to show.
+        return self.waiting > 0 or (self.running > 0 and self._ledger.role is Role.AGGREGATED)
 
     @property
     def empty(self) -> bool:

@@ -144,6 +144,13 @@ class FakeDirectory:
             ]
         return self._ranks[role]
 
+    def put(self, card: WorkerCard) -> None:
+        self._cards[card.worker_id] = card
+
+    def remove(self, *worker_ids: int) -> None:
+        for worker_id in worker_ids:
+            del self._cards[worker_id]
+
     def refresh(self) -> None:
         self._cards |= self.late
 

@@ -1,0 +1,254 @@
+"""What is in flight on each worker, and how it gets on."""
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dynamo_poa.clock import ManualClock
+from dynamo_poa.ledger import ARRIVALS_S, STALL_HALF_LIFE_S, Ledger, Ticket
+from dynamo_poa.marginal import Loads
+from dynamo_poa.values import Curve, Role, WorkerKey
+from dynamo_poa.wire import WorkerSpeed
+
+A, B = WorkerKey(1, 0), WorkerKey(2, 0)
+CURVE = Curve(decode_base_s=0.01)
+
+
+def ledger_of(role: Role = Role.AGGREGATED) -> tuple[Ledger, ManualClock]:
+    clock = ManualClock()
+    return Ledger(role, clock), clock
+
+
+def enter(ledger: Ledger, key: WorkerKey = A, **given: Any) -> Ticket:
+    asked = {"prompt_tokens": 100, "uncached_tokens": 60, "output_tokens": 20.0, "blocks": 6}
+    return ledger.enter(key, **{**asked, **given})
+
+
+async def test_a_request_is_counted_before_its_first_token_and_after_and_then_no_more() -> None:
+    """Prompt tokens are queued until the first token, KV tokens held to the end: the prompt, half the output."""
+    ledger, _ = ledger_of()
+    ticket, work = enter(ledger), ledger.work(A)
+    assert work.all() == Loads(0, 1, 60, 110)
+    ticket.first_token()
+    assert work.all() == Loads(1, 0, 0, 110)
+    ticket.end()
+    assert work.all() == Loads(0, 0, 0, 0)
+    assert work.blocks == 0
+
+
+@given(
+    steps=st.lists(
+        st.tuples(st.sampled_from(["enter", "first_token", "end", "moved"]), st.integers(0, 9)),
+        max_size=60,
+    ),
+    role=st.sampled_from(list(Role)),
+)
+def test_whatever_happens_to_requests_the_ledger_ends_empty(steps: list[tuple[str, int]], role: Role) -> None:
+    """First tokens that come twice, late or never, ends that come twice: all is taken back once."""
+    ledger, _ = ledger_of(role)
+    tickets = [enter(ledger)]
+    for what, number in steps:
+        ticket = tickets[number % len(tickets)]
+        if what == "enter":
+            key = WorkerKey(number % 3, number % 2)
+            tickets.append(
+                enter(ledger, key, uncached_tokens=number * 7, output_tokens=number / 3, blocks=number)
+            )
+        elif what == "moved":
+            ticket.work.moved()
+        else:
+            getattr(ticket, what)()
+        assert min(ledger.in_flight()) >= 0
+    for ticket in tickets:
+        ticket.end()
+    assert ledger.in_flight() == Loads(0, 0, 0, 0)
+    assert all(ticket.work.blocks == 0 for ticket in tickets)
+
+
+async def test_a_worker_that_comes_back_under_a_new_id_starts_without_load() -> None:
+    """What the old one had is taken back from the old one."""
+    ledger, _ = ledger_of()
+    old = enter(ledger, A)
+    new = enter(ledger, B)
+    old.end()
+    assert (ledger.work(A).waiting, ledger.work(B).waiting) == (0, 1)
+    new.end()
+    assert ledger.in_flight() == Loads(0, 0, 0, 0)
+
+
+async def test_workers_that_left_are_forgotten_and_one_with_requests_is_not() -> None:
+    """Memory is bounded by who is there; a ticket's end still finds its worker."""
+    ledger, _ = ledger_of()
+    kept = enter(ledger, WorkerKey(0, 0))
+    for number in range(1, 40):
+        enter(ledger, WorkerKey(number, 0)).end()
+    ledger.forget({B})
+    assert ledger.in_flight() == Loads(0, 1, 60, 110)
+    kept.end()
+    assert ledger.in_flight() == Loads(0, 0, 0, 0)
+
+
+async def test_arrivals_are_counted_over_the_last_while_and_fade() -> None:
+    """50 a second for a minute; a minute later next to none."""
+    ledger, clock = ledger_of()
+    for _ in range(3000):
+        await clock.advance(0.02)
+        enter(ledger).end()
+    assert ledger.arrivals_per_s() == pytest.approx(50, rel=0.01)
+    await clock.advance(60.0)
+    assert ledger.arrivals_per_s() == pytest.approx(50 * math.exp(-60 / ARRIVALS_S), rel=0.01)
+
+
+async def stall(ledger: Ledger, clock: ManualClock, stall_s: float) -> None:
+    """Let A be silent while B goes on."""
+    ledger.work(A).moved()
+    await clock.advance(stall_s)
+    ledger.work(B).moved()
+    ledger.work(A).moved()
+
+
+def decoding(role: Role = Role.DECODE) -> tuple[Ledger, ManualClock, list[Ticket]]:
+    """Return a ledger with a request past its first token on A and on B."""
+    ledger, clock = ledger_of(role)
+    tickets = [enter(ledger, key) for key in (A, B)]
+    for ticket in tickets:
+        ticket.first_token()
+        ticket.work.curve = CURVE
+    return ledger, clock, tickets
+
+
+async def test_a_stall_that_ended_is_remembered_and_fades() -> None:
+    """R6: nu L = 2 s x ln 2 / half-life just after, and half of it a half-life later; the length stays."""
+    ledger, clock, _ = decoding()
+    await stall(ledger, clock, 2.0)
+    rate = math.log(2) / STALL_HALF_LIFE_S
+    assert ledger.stalls == 1
+    assert ledger.work(A).stalls(clock.monotonic_s()) == (pytest.approx(2.0 * rate), 2.0)
+    assert ledger.work(B).stalls(clock.monotonic_s()) == (0.0, 0.0)
+    await clock.advance(STALL_HALF_LIFE_S)
+    assert ledger.work(A).stalls(clock.monotonic_s()) == (pytest.approx(1.0 * rate), 2.0)
+
+
+async def test_stalls_that_come_again_weigh_as_the_share_of_time_they_take() -> None:
+    """2 s in every 6: about a third, for ever."""
+    ledger, clock, _ = decoding()
+    seen = []
+    for _ in range(20):
+        await stall(ledger, clock, 2.0)
+        for _ in range(40):
+            seen.append(ledger.work(A).stalls(clock.monotonic_s())[0])
+            await clock.advance(0.1)
+            ledger.work(A).moved()
+            ledger.work(B).moved()
+    assert sum(seen[-200:]) / 200 == pytest.approx(1 / 3, abs=0.03)
+
+
+@pytest.mark.parametrize(
+    ("role", "silent_s", "noticed"),
+    [
+        (Role.DECODE, 0.25, 0),  # shorter than any stall
+        (Role.DECODE, 0.5, 1),
+        (Role.AGGREGATED, 0.5, 1),
+        (Role.PREFILL, 0.5, 0),  # its prompt is computed: it has nothing to show
+    ],
+)
+async def test_silence_is_a_stall_when_there_is_something_to_show(
+    role: Role, silent_s: float, noticed: int
+) -> None:
+    """A decode pass takes 10 ms here."""
+    ledger, clock, _ = decoding(role)
+    await stall(ledger, clock, silent_s)
+    assert ledger.stalls == noticed
+
+
+async def test_when_all_are_silent_it_is_this_process_that_has_not_looked() -> None:
+    """Two seconds without the event loop, and then what waited is read: no worker's stall."""
+    ledger, clock, _ = decoding()
+    await clock.advance(2.0)
+    ledger.work(A).moved()
+    ledger.work(B).moved()
+    assert ledger.work(A).stalls(clock.monotonic_s()) == (0.0, 0.0)
+    assert ledger.latest_s() == clock.monotonic_s()
+
+
+async def test_an_idle_worker_does_not_stall_and_begins_afresh() -> None:
+    """A minute of nothing is no silence."""
+    ledger, clock, tickets = decoding()
+    tickets[0].end()
+    await clock.advance(60.0)
+    ledger.work(B).moved()
+    enter(ledger, A).first_token()
+    assert ledger.stalls == 0
+    assert ledger.work(A).moved_at_s == clock.monotonic_s()
+
+
+async def test_the_last_request_to_give_up_in_silence_leaves_a_stall_behind() -> None:
+    """A worker that hangs looks idle once its clients have gone; it is remembered, once, for what it is."""
+    ledger, clock, tickets = decoding()
+    tickets.append(enter(ledger, A))
+    tickets[-1].first_token()
+    await clock.advance(30.0)
+    ledger.work(B).moved()
+    tickets[0].end()
+    tickets[-1].end()
+    assert ledger.stalls == 1
+    assert ledger.work(A).stalls(clock.monotonic_s())[1] == 30.0
+    assert ledger.work(A).empty
+
+
+async def test_before_a_worker_was_priced_no_silence_is_judged() -> None:
+    """Its speed is not known: two seconds may be one prompt."""
+    ledger, clock, _ = decoding()
+    ledger.work(A).curve = None
+    await stall(ledger, clock, 2.0)
+    assert ledger.stalls == 0
+
+
+async def test_the_wall_clock_may_jump_and_a_long_pause_of_all_harms_nothing() -> None:
+    """Ages are monotonic; a machine that slept wakes to a ledger as it was."""
+    ledger, clock, tickets = decoding()
+    clock.set_wall(0.0)
+    await clock.advance(1e7)
+    assert ledger.arrivals_per_s() == 0.0
+    for ticket in tickets:
+        ticket.work.moved()
+        ticket.end()
+    assert ledger.in_flight() == Loads(0, 0, 0, 0)
+    assert ledger.work(A).stalls(clock.monotonic_s()) == (0.0, 0.0)
+
+
+def said(key: WorkerKey, running: int, kv: int, queued: int, tokens: int) -> WorkerSpeed:
+    return WorkerSpeed(*key, CURVE, 100.0, running, kv, queued, tokens)
+
+
+async def test_what_a_worker_carries_beyond_ours_is_other_routers() -> None:
+    """4 routers: what forward passes count less what we have there at receipt, never below 0."""
+    ledger, _ = ledger_of()
+    enter(ledger, A).first_token()
+    enter(ledger, A)
+    ledger.take_totals([said(A, 5, 1000, 3, 500), said(B, 2, 300, 0, 0)], routers=4)
+    assert ledger.work(A).foreign == Loads(4, 2, 440, 780)
+    assert ledger.work(A).all() == Loads(5, 3, 500, 1000)
+    ledger.take_totals([said(A, 0, 0, 0, 0)], routers=4)
+    assert ledger.work(A).all() == Loads(1, 1, 60, 220)
+    assert ledger.work(B).foreign is None
+
+
+async def test_on_the_decode_leg_what_waits_here_may_run_there() -> None:
+    """Of 5 in flight at the worker 3 are ours, in whichever phase."""
+    ledger, _ = ledger_of(Role.DECODE)
+    for _ in range(3):
+        enter(ledger, A, uncached_tokens=0)
+    ledger.take_totals([said(A, 4, 400, 1, 0)], routers=2)
+    assert ledger.work(A).foreign == Loads(2, 0, 0, 70)
+
+
+async def test_one_router_has_all_there_is() -> None:
+    """Exactly 0, whatever forward passes say."""
+    ledger, _ = ledger_of()
+    enter(ledger, A)
+    ledger.take_totals([said(A, 9, 9, 9, 9)], routers=1)
+    assert ledger.work(A).foreign is None
