@@ -35,6 +35,7 @@ from dynamo_poa.frames import (
     two_part,
 )
 from dynamo_poa.handover import Handovers
+from dynamo_poa.picker import Picker
 from dynamo_poa.relay import Relay, Route
 from dynamo_poa.relay_answers import Answers
 from dynamo_poa.relay_call import RelayCall
@@ -362,6 +363,8 @@ class RelayBench:
         clock: Clock | None = None,
         ack_timeout_s: float = 5.0,
         relay: dict[str, Any] | None = None,
+        params: Any = None,
+        picker: Picker | None = None,
         **answers: Any,
     ) -> None:
         self.clock = clock or SystemClock()
@@ -373,7 +376,7 @@ class RelayBench:
             role,
             self.pool,
             override=lambda params, preset: {"router_temperature": params.router_temperature},
-            params=Holder(),
+            params=params or Holder(),
             events=self.events,
             directory=FakeDirectory(prefill_card(A, 7001), prefill_card(B, 7002)),
             handovers=handovers,
@@ -381,6 +384,7 @@ class RelayBench:
             stats=self.stats,
             config=RouterConfig(),
             clock=self.clock,
+            picker=picker,
         )
         self.role = role
         self.calls: list[RelayCall] = []

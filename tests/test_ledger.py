@@ -28,7 +28,7 @@ def enter(ledger: Ledger, key: WorkerKey = A, **given: Any) -> Ticket:
 
 
 async def test_a_request_is_counted_before_its_first_token_and_after_and_then_no_more() -> None:
-    """Prompt tokens are queued until the first token, KV tokens held to the end: the prompt, half the output."""
+    """Prompt tokens are queued until the first token; KV tokens, prompt and half the output, to the end."""
     ledger, _ = ledger_of()
     ticket, work = enter(ledger), ledger.work(A)
     assert work.all() == Loads(0, 1, 60, 110)
