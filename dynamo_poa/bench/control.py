@@ -17,6 +17,7 @@ from rich.console import Console
 
 from dynamo_poa.bench import (
     client,
+    decide,
     detection,
     growth,
     hop,
@@ -52,6 +53,7 @@ class Lengths(msgspec.Struct, frozen=True, kw_only=True):
     steady_minutes: float = 30.0
     client_s: float = 15.0
     requests: int = growth.JUDGED
+    decisions: int = 60
 
 
 QUICK = Lengths(
@@ -68,6 +70,7 @@ QUICK = Lengths(
     steady_minutes=5.0,
     client_s=5.0,
     requests=10_000,
+    decisions=20,
 )
 
 Measurement = Callable[[Lengths, Say], Figure]
@@ -75,6 +78,7 @@ FIGURES: dict[str, Measurement] = {
     "ingest": lambda lengths, say: ingest.measure(lengths.rounds, say),
     "tick": lambda lengths, say: tick.measure(lengths.ticks, say),
     "swap": lambda lengths, say: swap.measure(lengths.swaps, say),
+    "decide": lambda lengths, say: decide.measure(lengths.decisions, say),
     "hop": lambda lengths, say: hop.measure(lengths.turns, lengths.turn_s, say),
     "relay": lambda lengths, say: relay.measure(lengths.turns, lengths.turn_s, say),
     "latency": lambda lengths, say: latency.measure(lengths.latency_s, say),
