@@ -78,7 +78,6 @@ FIGURES: dict[str, Measurement] = {
     "ingest": lambda lengths, say: ingest.measure(lengths.rounds, say),
     "tick": lambda lengths, say: tick.measure(lengths.ticks, say),
     "swap": lambda lengths, say: swap.measure(lengths.swaps, say),
-    "decide": lambda lengths, say: decide.measure(lengths.decisions, say),
     "hop": lambda lengths, say: hop.measure(lengths.turns, lengths.turn_s, say),
     "relay": lambda lengths, say: relay.measure(lengths.turns, lengths.turn_s, say),
     "latency": lambda lengths, say: latency.measure(lengths.latency_s, say),
@@ -86,6 +85,7 @@ FIGURES: dict[str, Measurement] = {
     "memory": lambda lengths, say: memory.measure(lengths.minutes, say),
     "growth": lambda lengths, say: growth.measure(lengths.requests, say),
     "snapshot": lambda lengths, say: snapshot.measure(lengths.snapshots, say),
+    "decide": lambda lengths, say: decide.measure(lengths.decisions, say),
     "client": lambda lengths, say: client.measure(lengths.client_s, say),
     "detection": lambda lengths, say: detection.measure(lengths.steady_minutes, lengths.seeds, say),
 }

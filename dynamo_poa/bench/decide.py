@@ -21,7 +21,6 @@ from dynamo_poa.bench.story import quantile
 from dynamo_poa.booking import PinnedBookings
 from dynamo_poa.clock import Clock, SystemClock
 from dynamo_poa.coefficients import CoefficientsHolder
-from dynamo_poa.dynamo_host import WorkerPool, router_override, sequence_hashes
 from dynamo_poa.ledger import Ledger
 from dynamo_poa.picker import Picker
 from dynamo_poa.trip import LegMeans, RouterStats, Sampler, Trip
@@ -73,8 +72,8 @@ def figure(spent: dict[Kind, dict[Selection, list[float]]]) -> Figure:
         title="CPU that a decision by marginal cost adds to one by Dynamo's selection",
         measures=tuple(measures),
         conditions=(
-            f"prompts of {PROMPT_TOKENS} tokens, {IN_FLIGHT} requests in flight a worker; a decision is all of "
-            "a request's choosing, booking, first token and end, with the events that tell Dynamo's router",
+            f"prompts of {PROMPT_TOKENS} tokens, {IN_FLIGHT} requests in flight a worker; a decision is all "
+            "of a request's choosing, booking, first token and end, the events for Dynamo's router included",
             "Dynamo's router is a stub that answers at once: its one question takes 79 us under its own "
             "selection and 82 us under marginal cost (6 workers), and none on the decode leg",
             f"batches of {BATCH}, of either selection in turns",
@@ -109,6 +108,9 @@ class _Fleet:
     """What a leg's trips share, all of it the router's own but Dynamo, discovery and the bus."""
 
     def __init__(self, kind: Kind, clock: Clock) -> None:
+        # Dynamo takes a second to import, which `--help` need not wait for.
+        from dynamo_poa.dynamo_host import WorkerPool, router_override, sequence_hashes
+
         rng, role = random.Random(1), kind.role
         ids = [rng.getrandbits(64) for _ in range(kind.workers)]
         self._cards = {
