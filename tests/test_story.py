@@ -1,10 +1,12 @@
 """What a live run is summed up as."""
 
+import msgspec
+
 from dynamo_poa.bench.load import Result
 from dynamo_poa.bench.story import Story, SwapWatch, quantile
 from dynamo_poa.telemetry import TelemetryRecord
 from dynamo_poa.ttft import sample_of
-from dynamo_poa.values import Applied, Mode, ParamsKind, Regime, Role, RouterParams
+from dynamo_poa.values import Applied, Mode, ParamsKind, Regime, Role, RouterParams, Selection
 from dynamo_poa.wire import Chosen, DecisionBatch, Heartbeat
 
 
@@ -45,6 +47,7 @@ def test_a_phase_counts_failures_apart_and_takes_quantiles_of_the_rest() -> None
     story.on_telemetry(record(Regime.BELOW, 0.0, 1.0, 0, 2.5))
     phase = story.end(20.0)
     assert (phase.requests, phase.failed, phase.ttft_p50_s, phase.ttft_p99_s) == (101, 1, 0.5, 0.99)
+    assert phase.e2e_p99_s == 1.0
     assert (phase.throughput_rps, phase.poa_hat, phase.regime) == (10.0, 2.0, Regime.BELOW)
     report = story.report(cpu_busy_frac=0.5, seconds=10.0)
     assert (report.failed_requests, report.failures) == (1, {"HTTP 503": 1})
@@ -67,6 +70,19 @@ def test_regime_changes_and_swaps_are_told_as_they_happen() -> None:
     assert not report.went_up_and_down
     story.on_telemetry(record(Regime.BELOW, 0.0, 1.0, 6))
     assert story.report(cpu_busy_frac=0.1, seconds=1.0).went_up_and_down
+
+
+def test_a_swap_says_what_of_the_setting_changed() -> None:
+    """Who selects, and the prefill load scale, beside τ and ω."""
+    story = Story()
+    first = record(Regime.BELOW, 0.0, 1.0, 0)
+    marginal = msgspec.structs.replace(first, selection=Selection.MARGINAL, revision=1)
+    scaled = msgspec.structs.replace(first, prefill_load_scale=4.0, revision=2)
+    assert story.on_telemetry(first) == []
+    assert story.on_telemetry(marginal) == ["swap    selection kv → marginal   (revision 1)"]
+    assert story.on_telemetry(scaled) == [
+        "swap    selection marginal → kv, prefill load scale own → 4   (revision 2)"
+    ]
 
 
 def test_swap_latency_is_from_the_decision_to_the_earliest_request_with_its_revision() -> None:

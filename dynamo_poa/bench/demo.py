@@ -1,8 +1,10 @@
-"""`dynamo-poa demo`: one command that shows the router change its own parameters as load crosses the knee.
+"""`dynamo-poa demo`: one command that shows a slow worker found and relieved while load crosses the knee.
 
-Owns: the demo's graph, its load ramp, what is printed, the exit status.
+Owns: the demo's graph, its load ramp, when an operator holds the policy back, what is printed, the exit
+      status.
 Does not own: serving (serve/), load (load.py), figures (story.py).
-Invariant: everything runs on loopback with embedded parts and is gone when the command ends.
+Invariant: everything runs on loopback with embedded parts and is gone when the command ends. Nobody is told
+           which worker is slow.
 Source: measured on two cores: with these settings 2 prefill workers saturate near 25 concurrent requests
         while the processors are a third busy.
 """
@@ -11,7 +13,7 @@ import asyncio
 import contextlib
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, NamedTuple
 from urllib.parse import urlsplit
@@ -31,37 +33,53 @@ from dynamo_poa.config import CommonConfig
 from dynamo_poa.errors import ConfigError
 from dynamo_poa.serve.plan import Plan
 from dynamo_poa.serve.supervisor import serve_graph
+from dynamo_poa.serve.target import ask
 from dynamo_poa.telemetry import TelemetryRecord
 from dynamo_poa.wire import subject
 
 SPEEDUP = 0.5  # of the mock engine; slow enough that its simulated GPU is the bottleneck
+SLOWER = 5.0  # times, is one decode worker
+POLICY = "marginal"
 OVERRIDES = (
     "Frontend.http_port=0",
     "PrefillWorker.workers=2",
     "PrefillWorker.per_process=2",
     f"PrefillWorker.args={{speedup-ratio: {SPEEDUP}, max-num-batched-tokens: 512}}",
-    "DecodeWorker.workers=3",
-    "DecodeWorker.per_process=3",
+    "DecodeWorker.workers=4",
+    "DecodeWorker.per_process=4",
     f"DecodeWorker.args={{speedup-ratio: {SPEEDUP}}}",
+    f"DecodeWorker.args_of={{0: {{speedup-ratio: {SPEEDUP / SLOWER}}}}}",
     "PoaRouter.min_prefill_workers=2",
-    "PoaRouter.min_decode_workers=3",
+    "PoaRouter.min_decode_workers=4",
+    f"PoaController.policy.name={POLICY}",
 )
+HELD = {
+    "op": "set",
+    "router_temperature": 0.0,
+    "overlap_weight": 1.0,
+}  # Dynamo's defaults, Dynamo's selection
+RELEASED = {"op": "release"}
 
 
 class Phase(NamedTuple):
-    """A stretch of constant load."""
+    """A stretch of constant load.
+
+    held:  an operator's pin keeps Dynamo's own selection, whatever the policy would do
+    """
 
     name: str
     concurrency: int
     seconds: float
+    held: bool = False
 
 
 PHASES = (
-    Phase("calm", 6, 18),
-    Phase("rising", 18, 18),
-    Phase("peak", 72, 22),
-    Phase("falling", 8, 16),
-    Phase("calm again", 6, 18),
+    Phase("calm, held", 6, 14, held=True),
+    Phase("busy, held", 18, 16, held=True),
+    Phase("busy", 18, 16),
+    Phase("peak", 72, 20),
+    Phase("falling", 8, 14),
+    Phase("calm again", 6, 14),
 )
 
 
@@ -74,9 +92,10 @@ def demo(
     json_file: Annotated[Path | None, typer.Option("--json", help="also write the result there")] = None,
     verbose: Annotated[bool, typer.Option(help="show the output of every process")] = False,
 ) -> None:
-    """Show the regime change: mock workers, a load ramp and back."""
+    """Show a slow worker found and relieved, and the regime change: mock workers, a load ramp and back."""
     report = run(json_file, verbose)
-    raise typer.Exit(0 if report.went_up_and_down and not report.failed_requests else 1)
+    shown = report.went_up_and_down and report.relieved
+    raise typer.Exit(0 if shown and not report.failed_requests else 1)
 
 
 def run(json_file: Path | None = None, verbose: bool = False, phases: Sequence[Phase] = PHASES) -> DemoReport:
@@ -108,7 +127,10 @@ async def _run(plan: Plan, console: Console, verbose: bool, phases: Sequence[Pha
         if verbose:
             console.print(f"{name:10} | {line}", markup=False, highlight=False)
 
-    console.print("starting NATS, 2 prefill and 3 decode mock workers, router, controller, frontend ...")
+    console.print(
+        f"starting NATS, 2 prefill and 4 decode mock workers, one of these {SLOWER:g}x slower, router, "
+        "controller, frontend ..."
+    )
     common = plan.sections["Common"]
     assert isinstance(common, CommonConfig)
     async with (
@@ -126,7 +148,13 @@ async def _run(plan: Plan, console: Console, verbose: bool, phases: Sequence[Pha
         _listen(bus, plan.namespace, story, tell)
         await bus.wait_connected(10.0)
         console.print(f"ready: {running.http_url}/v1/chat/completions")
-        busiest = await _ramp(client, story, clock, console, phases)
+
+        async def hold(held: bool) -> None:
+            await ask(bus, plan.namespace, HELD if held else RELEASED)
+            told = "an operator holds Dynamo's selection" if held else f"released: policy {POLICY} may act"
+            console.print(f"         {told}", highlight=False)
+
+        busiest = await _ramp(client, story, clock, console, phases, hold)
         return story.report(cpu_busy_frac=busiest, seconds=clock.monotonic_s() - started_at_s)
 
 
@@ -138,17 +166,24 @@ def _listen(bus: Bus, namespace: str, story: Story, tell: Callable[[str], None])
             tell(line)
 
     bus.subscribe(subject(namespace, "telemetry"), on_telemetry)
-    watch_swaps(bus, namespace, story.swap_watch)
+    watch_swaps(bus, namespace, story)
 
 
 async def _ramp(
-    client: LoadClient, story: Story, clock: Clock, console: Console, phases: Sequence[Phase]
+    client: LoadClient,
+    story: Story,
+    clock: Clock,
+    console: Console,
+    phases: Sequence[Phase],
+    hold: Callable[[bool], Awaitable[None]],
 ) -> float:
     """Drive all phases; return the share of the busiest phase in which the processors were busy."""
-    source = prompts(prompt_tokens=1024, max_tokens=16, templates=5, shared_frac=0.25, seed=1)
+    source = prompts(prompt_tokens=1024, max_tokens=32, templates=5, shared_frac=0.25, seed=1)
     loop = ClosedLoop(client, source, story.on_result, clock)
-    busiest = 0.0
+    busiest, held = 0.0, False
     for phase in phases:
+        if phase.held != held:
+            await hold(held := phase.held)
         story.begin(phase.name, phase.concurrency, clock.monotonic_s())
         console.print(
             f"         {phase.name}: {phase.concurrency} users for {phase.seconds:g} s", highlight=False
@@ -165,7 +200,8 @@ async def _ramp(
             await loop.finish()
         done = story.end(clock.monotonic_s())
         console.print(
-            f"         {phase.name} is over: {done.requests} requests, TTFT P99 {_ms(done.ttft_p99_s)}",
+            f"         {phase.name} is over: {done.requests} requests, TTFT P99 {_ms(done.ttft_p99_s)}, "
+            f"end to end {_ms(done.e2e_p99_s)}",
             highlight=False,
         )
     return busiest
@@ -188,34 +224,34 @@ def _line(phase: Phase, left_s: float, story: Story) -> str:
     return (
         f"{phase.name}: {phase.concurrency} users, {left_s:.0f} s left | {record.regime} | "
         f"TTFT P99 {_ms(record.ttft_p99_s)} | PoA-hat {_number(record.poa_hat)} | "
-        f"τ {record.router_temperature:g} ω {record.overlap_weight:g}"
+        f"{record.selection} | τ {record.router_temperature:g} ω {record.overlap_weight:g}"
     )
 
 
 def table(report: DemoReport) -> Table:
     """Return the closing table: one row per phase."""
     result = Table(
-        title="Regime, τ and ω at the end of each phase",
-        caption="τ router temperature, 0 is greedy; ω weight of cached prefixes; "
-        "PoA-hat what the routing cost over the best possible; TTFT as the clients saw it",
+        title="Phase by phase; regime and who selects, at its end",
+        caption="slow worker: its share of the decode picks; PoA-hat what the routing cost over the best "
+        "possible; TTFT and E2E as the clients saw them; kv is Dynamo's selection",
     )
-    for name in ("phase", "users", "requests", "failed", "TTFT P50", "TTFT P99", "requests/s", "PoA-hat"):
+    for name in ("phase", "users", "requests", "failed", "TTFT P99", "E2E P99", "requests/s", "PoA-hat"):
         result.add_column(name, justify="left" if name == "phase" else "right", no_wrap=True)
-    for name in ("regime", "τ", "ω"):
-        result.add_column(name, no_wrap=True)
+    for name in ("slow worker", "regime", "selects"):
+        result.add_column(name, justify="right" if name == "slow worker" else "left", no_wrap=True)
     for phase in report.phases:
         result.add_row(
             phase.name,
             str(phase.concurrency),
             str(phase.requests),
             str(phase.failed),
-            _ms(phase.ttft_p50_s),
             _ms(phase.ttft_p99_s),
+            _ms(phase.e2e_p99_s),
             "-" if phase.throughput_rps is None else f"{phase.throughput_rps:.1f}",
             "-" if phase.poa_hat is None else f"{phase.poa_hat:.2f}",
+            _percent(phase.slow_share),
             phase.regime or "-",
-            _number(phase.router_temperature),
-            _number(phase.overlap_weight),
+            phase.selection or "-",
         )
     return result
 
@@ -223,6 +259,7 @@ def table(report: DemoReport) -> Table:
 def _summary(report: DemoReport) -> str:
     latency = report.swap_latency_s
     lines = [
+        _slow_summary(report),
         f"{len(report.transitions)} regime changes, {report.swaps} swaps; from the decision to the first "
         f"request routed with it: median {_ms(latency.median)}, worst {_ms(latency.max)}",
         f"{report.failed_requests} failed requests"
@@ -234,6 +271,24 @@ def _summary(report: DemoReport) -> str:
     if not report.went_up_and_down:
         lines.append("The regime did not rise and fall: see the phases above.")
     return "\n".join(lines)
+
+
+def _slow_summary(report: DemoReport) -> str:
+    """Return what became of the slow worker, in words."""
+    slow = report.slow_worker
+    if slow is None:
+        return "No slow worker was found."
+    text = (
+        f"decode worker {slow.worker_id} was found {slow.factor:.1f} times slower after "
+        f"{slow.found_after_s:.0f} s; of the picks it had {_percent(slow.share_before)} under Dynamo's "
+        f"selection and {_percent(slow.share_after)} by marginal cost, where a fair share is "
+        f"{_percent(slow.fair_share)}"
+    )
+    return text if slow.relieved else f"{text}: it was not relieved"
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0%}"
 
 
 def _ms(value_s: float | None) -> str:

@@ -19,7 +19,7 @@ import uvloop
 
 from dynamo_poa.bench.load import ClosedLoop, LoadClient, Result, prompts
 from dynamo_poa.bench.report import Figure, Measure, MeasurementError, at_least, at_most, plain
-from dynamo_poa.bench.story import SwapWatch
+from dynamo_poa.bench.story import Story, SwapWatch
 from dynamo_poa.bus import Bus
 from dynamo_poa.clock import SystemClock
 from dynamo_poa.config import CommonConfig
@@ -135,7 +135,7 @@ def figure(found: dict[str, Swaps]) -> Figure:
     )
 
 
-def watch_swaps(bus: Bus, namespace: str, watch: SwapWatch) -> None:
+def watch_swaps(bus: Bus, namespace: str, watch: SwapWatch | Story) -> None:
     """Let a watch see every decision and every heartbeat of a graph."""
     batches, heartbeats = msgspec.msgpack.Decoder(DecisionBatch), msgspec.msgpack.Decoder(Heartbeat)
     bus.subscribe(subject(namespace, "decisions"), lambda _, data: watch.on_batch(batches.decode(data)))
