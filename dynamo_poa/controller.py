@@ -253,7 +253,11 @@ def _reason(settings: Settings, answer: Answer, verdict: Verdict) -> str:
 def _choose(
     state: ControllerState, seen: Observation, settings: Settings, wanted: Choice, *, stale: bool
 ) -> Choice:
-    """Return what should be in force now; what follows an operator's parameters says why they ended."""
+    """Return what should be in force now; what follows an operator's parameters says why they ended.
+
+    On stale data what is in force is held, but for a candidate that a policy was trying: nobody sees what it
+    does to users.
+    """
     mode, current, foreign = settings.config.mode, seen.current, seen.foreign
     if mode is Mode.OFF:
         return Choice(settings.static, ParamsKind.STATIC, "mode is off")
@@ -262,7 +266,8 @@ def _choose(
     if foreign is not None:
         why = foreign.reason or "written to the store by an operator"
         return Choice(foreign.setting, ParamsKind.EXTERNAL, why)
-    if current is not None and (stale or state.kept):
+    on_trial = state.policy.tentative and current is not None and current.kind is ParamsKind.POLICY
+    if current is not None and (state.kept or (stale and not on_trial)):
         return Choice(current.setting, current.kind, current.reason)
     chosen = Choice(settings.static, ParamsKind.STATIC, "mode is shadow") if mode is Mode.SHADOW else wanted
     if not state.ended:

@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 import msgspec
 
 from dynamo_poa.clock import ManualClock
-from dynamo_poa.config import ControllerConfig, RegimeConfig
+from dynamo_poa.config import ControllerConfig, PolicyConfig, RegimeConfig
 from dynamo_poa.decisions import DecisionLog
 from dynamo_poa.errors import ActuationError, BusError
 from dynamo_poa.fleet import Fleet
@@ -98,7 +98,7 @@ class Graph:
     ttft_s:     called with the requests in flight and the parameters in force
     in_flight:  how many requests clients keep open; each lives `life_s`
     cards:      workers that say what a test sends for them, in place of two silent ones
-    policy:     in place of the configured one
+    policy:     in place of the configured one, or its configuration
     """
 
     def __init__(
@@ -115,14 +115,16 @@ class Graph:
         policy=None,
         **config,
     ):
+        if isinstance(policy, PolicyConfig):
+            config, policy = config | {"policy": policy}, None
         config = {"regime": RegimeConfig(baseline_s=0.1)} | config
         self.config = ControllerConfig(**config)
         self.clock = ManualClock()
         self.bus = FakeBus()
         self.channel = FakeChannel(self.bus, self.clock, stored)
-        book = LatencyBook()
-        self.fleet = fleet or Fleet("poa-workers", self.config.stale_s, on_pass=book.observe)
-        self.pricer = Pricer(self.config.estimate_window_s, book, run=at_once)
+        self.book = LatencyBook()
+        self.fleet = fleet or Fleet("poa-workers", self.config.stale_s, on_pass=self.book.observe)
+        self.pricer = Pricer(self.config.estimate_window_s, self.book, run=at_once)
         self.recorder = Recorder()
         self.decisions = DecisionLog(
             window=self.config.window,

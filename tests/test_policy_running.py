@@ -231,3 +231,14 @@ def test_the_records_of_a_run_are_plain_values():
         msgspec.to_builtins(two.tick().record) for _ in range(2)
     ]
     assert one.state == two.state
+
+
+def test_a_tentative_answer_is_followed_and_never_what_stands_in():
+    """A candidate under trial is no last good word: what stands in is the one before it."""
+    trying = (1, Answer(STATIC, "trial", tentative=True))
+    policy = Scripted(GOOD, trying, ValueError("no"))
+    run, _ = ask(policy, PolicyRun(), 100.0)
+    run, answer = ask(policy, run, 101.0)
+    assert (answer.setting, run.last_good, run.tentative) == (STATIC, Answer(GOOD, "scripted"), True)
+    run, answer = ask(policy, run, 102.0)
+    assert answer == Answer(GOOD, FAILED, "the policy failed: ValueError('no')")

@@ -36,6 +36,7 @@ from dynamo_poa.values import Regime, Setting
 TEMPERATURES = (0.0, 0.3, 0.7)
 OVERLAP_WEIGHTS = (1.0, 0.5)
 PREFILL_LOAD_SCALES = (None, 4.0)
+SAME_FRAC = 1e-9  # predictions as close as this differ by rounding: the order of candidates counts
 
 Starts = Mapping[Regime, Setting]
 
@@ -183,7 +184,7 @@ class AutoPolicy:
                 said.append(f"{setting}: predicted {price / priced - 1:+.1%}")
             elif has_lost(state.memory, state.key, setting, base):
                 said.append(f"{setting}: tried")
-            elif found is None or price < found[0]:
+            elif found is None or price < found[0] * (1 - SAME_FRAC):
                 found = price, setting
         if found is None:
             return _Next(None, "no_candidate_better", "; ".join(said))
@@ -192,7 +193,7 @@ class AutoPolicy:
     def _on_trial(self, trial: Trial) -> Answer:
         pair = min(len(trial.slots) // 2 + 1, self._config.max_pairs)
         detail = f"{trial.candidate} against {trial.base}, pair {pair} of at most {self._config.max_pairs}"
-        return Answer(trial.setting, "trial", detail)
+        return Answer(trial.setting, "trial", detail, tentative=trial.setting != trial.base)
 
     def _concluded(self, state: AutoState, trial: Trial, verdict: Verdict, at_s: float) -> AutoState:
         """Note how a trial ended; an interrupted one, or without traffic, says nothing of its candidate."""

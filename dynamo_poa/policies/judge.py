@@ -20,13 +20,12 @@ from dynamo_poa.values import RequestOutcome
 
 LOOKS_EVERY = 2  # pairs: an even number has as many slots before as after, so that a trend cancels
 MIN_KEEP_PAIRS = 4
-KEEP_SURE = (
-    0.9875  # one-sided, at each look: three looks and two figures keep equal settings in < 5 % of trials
-)
-WORSE_SURE = 0.95  # giving up a good one costs its gain only, going on with a bad one costs users
-TOLERATED = math.log(1.01)  # of the figure that is not the one to be improved
+# One-sided, at each look: three looks at two figures keep equal settings in less than 5 % of trials.
+KEEP_SURE = 0.9925
+WORSE_SURE = 0.975  # giving up a good one costs its gain only, going on with a bad one costs users
+TOLERATED_FRAC = 0.01  # of the figure that is not the one to be improved, and of a mean
 SLOT_WORSE = math.log(1.15)  # one slot is enough ...
-SLOT_ERRORS = 2.5  # ... when it is so many standard errors
+SLOT_ERRORS = 3.0  # ... when it is so many standard errors
 STARVED_FRAC = 0.5  # of the share of requests that ended under the other setting
 
 
@@ -74,13 +73,13 @@ class Change(NamedTuple):
     """From the setting in force to the candidate, over one pair of slots.
 
     ttft, e2e:      of the mean logarithm: -0.1 is about 10 % less
-    ttft_s, e2e_s:  of the mean, in seconds: the logarithm makes little of the tail
+    ttft_mean_frac, e2e_mean_frac:  of the mean, as a share: the logarithm makes little of the tail
     """
 
     ttft: float
     e2e: float
-    ttft_s: float
-    e2e_s: float
+    ttft_mean_frac: float
+    e2e_mean_frac: float
 
 
 def change(base: Tally, candidate: Tally) -> Change:
@@ -89,15 +88,15 @@ def change(base: Tally, candidate: Tally) -> Change:
     return Change(
         candidate.ttft / m - base.ttft / n,
         candidate.e2e / m - base.e2e / n,
-        candidate.ttft_s / m - base.ttft_s / n,
-        candidate.e2e_s / m - base.e2e_s / n,
+        (candidate.ttft_s / m) / (base.ttft_s / n) - 1,
+        (candidate.e2e_s / m) / (base.e2e_s / n) - 1,
     )
 
 
 def is_far_worse(base: Tally, candidate: Tally, min_requests: int) -> bool:
     """Tell whether one slot alone shows that the candidate harms, in TTFT or end to end.
 
-    change > log 1.15 and change > 2.5 * sqrt(var_base / n_base + var_candidate / n_candidate)
+    change > log 1.15 and change > 3 * sqrt(var_base / n_base + var_candidate / n_candidate)
     """
     if min(base.count, candidate.count) < max(min_requests // 2, 2):
         return False
@@ -112,9 +111,9 @@ def is_far_worse(base: Tally, candidate: Tally, min_requests: int) -> bool:
 def verdict(changes: Sequence[Change], max_pairs: int) -> Verdict | None:
     """Judge the pairs so far, with Student's t over pairs.
 
-        kept:   upper bound of the TTFT change < 0, end-to-end not worse by more than 1 %, and neither mean in
-                seconds up; or the same with TTFT and end-to-end exchanged. At an even number of pairs, from 4
-        worse:  lower bound of either change > 0
+        kept:   upper bound of the TTFT change < 0, the other figure and either mean not up by more than 1 %;
+                or the same of end-to-end time. At an even number of pairs, from 4 on
+        worse:  lower bound of either change > 1 %, or > 0 with nothing better to show for it
         undecided:  after max_pairs, or from 4 pairs on when neither figure has improved at all
 
     Returns:  None while the trial should go on.
@@ -123,16 +122,17 @@ def verdict(changes: Sequence[Change], max_pairs: int) -> Verdict | None:
     if pairs < 2:
         return None
     ttft, e2e = [one.ttft for one in changes], [one.e2e for one in changes]
-    if max(_bound(ttft, -WORSE_SURE), _bound(e2e, -WORSE_SURE)) > 0:
+    mean_ttft, mean_e2e = sum(ttft) / pairs, sum(e2e) / pairs
+    surely = max(_bound(ttft, -WORSE_SURE), _bound(e2e, -WORSE_SURE))
+    if surely > TOLERATED_FRAC or (surely > 0 and min(mean_ttft, mean_e2e) >= 0):
         return Verdict.WORSE
     if pairs % LOOKS_EVERY or pairs < min(MIN_KEEP_PAIRS, max_pairs):
         return None
-    mean_ttft, mean_e2e = sum(ttft) / pairs, sum(e2e) / pairs
-    no_tail = sum(one.ttft_s for one in changes) <= 0 and sum(one.e2e_s for one in changes) <= 0
-    better = (_bound(ttft, KEEP_SURE) < 0 and mean_e2e <= TOLERATED) or (
-        _bound(e2e, KEEP_SURE) < 0 and mean_ttft <= TOLERATED
+    tail_frac = max(
+        sum(one.ttft_mean_frac for one in changes) / pairs, sum(one.e2e_mean_frac for one in changes) / pairs
     )
-    if better and no_tail:
+    better = min(_bound(ttft, KEEP_SURE), _bound(e2e, KEEP_SURE)) < 0
+    if better and max(mean_ttft, mean_e2e, tail_frac) <= TOLERATED_FRAC:
         return Verdict.KEPT
     hopeless = mean_ttft >= 0 and mean_e2e >= 0
     return Verdict.UNDECIDED if pairs >= max_pairs or hopeless else None

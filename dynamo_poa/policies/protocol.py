@@ -52,11 +52,13 @@ class Answer(msgspec.Struct, frozen=True):
 
     reason:  short and of a small fixed set, for counting: `table`, `static`, `no_candidate_better`, ...
     detail:  the same in words where there is more to say
+    tentative:  a candidate under trial: not a setting to be held when the policy cannot be asked
     """
 
     setting: Setting
     reason: str
     detail: str = ""
+    tentative: bool = False
 
 
 class Policy(Protocol):

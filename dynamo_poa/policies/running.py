@@ -24,7 +24,8 @@ class PolicyRun(msgspec.Struct, frozen=True, kw_only=True):
     """A policy between two ticks.
 
     memory:            its own state, meaningful once it was `started`
-    last_good:         its last answer that could be used
+    last_good:         its last answer that could be used and was not tentative
+    tentative:         its last answer was
     disabled_until_s:  monotonic; None while it is asked
     error:             what it last failed of, empty while it is asked
     """
@@ -32,6 +33,7 @@ class PolicyRun(msgspec.Struct, frozen=True, kw_only=True):
     memory: Any = None
     started: bool = False
     last_good: Answer | None = None
+    tentative: bool = False
     errors: int = 0
     disabled_until_s: float | None = None
     error: str = ""
@@ -70,7 +72,11 @@ def next_answer(
         )
         return run, _standing(run, view)
     memory, answer = found
-    return msgspec.structs.replace(run, memory=memory, started=True, last_good=answer), answer
+    last_good = run.last_good if answer.tentative else answer
+    run = msgspec.structs.replace(
+        run, memory=memory, started=True, last_good=last_good, tentative=answer.tentative
+    )
+    return run, answer
 
 
 def _standing(run: PolicyRun, view: View) -> Answer:
