@@ -26,6 +26,7 @@ class Work:
 
     blocks:    full KV blocks of the prompts in flight, as Dynamo's router counts them
     curve:     its speed when it was last a candidate; None before, and then no silence is judged
+    entered_at_s:  when it was last sent a request, or first seen
     moved_at_s:  when it last showed progress, or had nothing to show
     foreign:   what other routers have there; None with one router
     """
@@ -38,6 +39,7 @@ class Work:
         "_stalls_at_s",
         "blocks",
         "curve",
+        "entered_at_s",
         "foreign",
         "kv_tokens",
         "moved_at_s",
@@ -52,7 +54,7 @@ class Work:
         self.running = self.waiting = self.queued_tokens = self.kv_tokens = self.blocks = 0
         self.curve: Curve | None = None
         self.foreign: Loads | None = None
-        self.moved_at_s = now_s()
+        self.moved_at_s = self.entered_at_s = now_s()
         self._stalls = self._stalled_s = (
             0.0  # how many, and their time, each counting half after the half-life
         )
@@ -182,6 +184,7 @@ class Ledger:
         self._arrivals_per_s, self._arrived_at_s = self._arrivals_per_s * kept + 1 / ARRIVALS_S, now_s
         if not work.busy:
             work.moved_at_s = now_s  # it had nothing to show
+        work.entered_at_s = now_s
         kv_tokens = prompt_tokens + int(output_tokens) // 2
         work.waiting += 1
         work.queued_tokens += uncached_tokens

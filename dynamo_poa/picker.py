@@ -1,10 +1,11 @@
 """Which worker a request of one leg is pinned to, by marginal cost.
 
-Owns: who may be chosen, what is known of each of them, and what its stalls add to its cost.
+Owns: who may be chosen, what is known of each of them, what its stalls add to its cost, and that nobody is
+      left unheard of.
 Does not own: the cost (marginal.py), what is in flight (ledger.py), the speeds (coefficients.py), the booking
               (booking.py), whether requests go by marginal cost at all (the parameters in force, trip.py).
-Invariant: picks without waiting, from what is known at that instant, and changes nothing: the caller enters
-           the pick before it waits for anything.
+Invariant: picks without waiting, from what is known at that instant; the caller enters the pick before it
+           waits for anything.
 Source: theory.md, Marginal-cost routing.
 """
 
@@ -30,6 +31,12 @@ from dynamo_poa.marginal import (
     stalls_cost_s,
 )
 from dynamo_poa.values import Candidate, Curve, Role, WorkerCard, WorkerKey
+
+
+# A worker that is dear to all gets nothing, so nobody learns when it is well again. After PROBE_S without a
+# request it gets one, at most one in PROBE_PICKS of the leg's: too few to show in a P99.
+PROBE_S = 15.0
+PROBE_PICKS = 256
 
 
 class Ranks(Protocol):
@@ -74,6 +81,7 @@ class Picker:
         self._now_s, self._rng = clock.monotonic_s, rng
         self._ranks: Sequence[tuple[WorkerKey, WorkerCard]] = ()
         self._rows: list[tuple[WorkerKey, WorkerCard, Room]] = []
+        self._picks = 0  # since the last probe
         holder.on_taken(self._take_totals)
 
     def speeds(self) -> Speeds:
@@ -127,7 +135,10 @@ class Picker:
                 cost_s += self._stalls_s(work, load, curve, ask, room, now_s, latest_s)
             costs_s.append(cost_s)
         places = self._well(rows, tried, reachable=reachable)
-        place = places[choose([costs_s[well] for well in places], self._rng)]
+        self._picks += 1
+        place = self._unheard_of(rows, places, now_s)
+        if place is None:
+            place = places[choose([costs_s[well] for well in places], self._rng)]
         key = rows[place][0]
         candidates = self._candidates(rows, prompt_tokens, cached_tokens) if record else ()
         return Picked(key, max(prompt_tokens - cached_tokens.get(key, 0), 0), candidates)
@@ -169,6 +180,20 @@ class Picker:
             and not (reachable and rows[place][1].bootstrap_port is None)
         ]
         return [place for place in untried if place in set(well)] or well or untried or everyone
+
+    def _unheard_of(
+        self, rows: list[tuple[WorkerKey, WorkerCard, Room]], places: list[int], now_s: float
+    ) -> int | None:
+        """Return the place of the worker that has been without requests longest, if one is due."""
+        if self._picks < PROBE_PICKS:
+            return None
+        works = {place: self.ledger.work(rows[place][0]) for place in places}
+        idle = [place for place, work in works.items() if work.empty]
+        longest = min(idle, key=lambda place: works[place].entered_at_s, default=None)
+        if longest is None or now_s - works[longest].entered_at_s < PROBE_S:
+            return None
+        self._picks = 0
+        return longest
 
     def _stalls_s(
         self,

@@ -227,6 +227,29 @@ async def test_a_worker_that_stalls_gets_little_and_is_used_again_when_it_is_wel
     assert sum(shares[1]) / len(shares[1]) > 0.7 / 3
 
 
+async def test_a_worker_too_dear_for_all_is_tried_now_and_then() -> None:
+    """Else nobody would learn that it is well again: once in 256 picks, and after 15 s without a request."""
+    world = World(Role.DECODE)
+    world.say(2, WorkerSpeed(C, 0, slowed(50), 100.0))
+
+    async def picks(count: int, pause_s: float) -> list[int]:
+        found = []
+        for _ in range(count):
+            await world.clock.advance(pause_s)
+            world.say(int(world.clock.monotonic_s() * 1000), WorkerSpeed(C, 0, slowed(50), 100.0))
+            ticket = world.send()
+            found.append(int(ticket.work is world.ledger.work(WorkerKey(C, 0))))
+            ticket.end()
+        return found
+
+    slowly = await picks(600, 0.1)
+    assert [number for number, probe in enumerate(slowly) if probe] == [255, 511]
+    fast = await picks(3000, 0.01)
+    assert sum(fast) == 2
+    world.say(10**9)
+    assert {world.pick().worker.worker_id for _ in range(40)} == {A, B, C}
+
+
 async def test_with_several_routers_the_others_requests_count_too() -> None:
     """Ten of another router's on A and B; of ours there are none."""
     world = World(Role.DECODE)
