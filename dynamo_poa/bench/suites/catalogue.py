@@ -302,7 +302,7 @@ def _workloads_live(name: str, options: Options) -> Iterator[Cell]:
 def _smoke(name: str, options: Options) -> Iterator[Cell]:
     loads = [(Zipf(), Closed(users=users)) for users in (32, 256)]
     yield from _cross(name, "replay", [_equal(2, 4), _equal(0, 6)], loads, options.seeds, requests=500)
-    policies = tuple(map(baselines.policy, ("kv", "ours active")))
+    policies = tuple(map(baselines.policy, ("kv", "ours active", "ours marginal")))
     load = [(LIVE_CONTENT, Closed(users=16))]
     fleet = [live_fleet("2P/4D live")]
     yield from _cross(name, "live", fleet, load, options.seeds[:1], policies, warm_up_s=3.0, seconds=10.0)
