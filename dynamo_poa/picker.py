@@ -32,7 +32,6 @@ from dynamo_poa.marginal import (
 )
 from dynamo_poa.values import Candidate, Curve, Role, WorkerCard, WorkerKey
 
-
 # A worker that is dear to all gets nothing, so nobody learns when it is well again. After PROBE_S without a
 # request it gets one, at most one in PROBE_PICKS of the leg's: too few to show in a P99.
 PROBE_S = 15.0
