@@ -438,7 +438,7 @@ class PolicyConfig(Section, frozen=True, kw_only=True):
     ] = 20
     rest_s: Annotated[
         float, Knob("between two trials, or two returns to a remembered setting", "s", low=0, high=86_400)
-    ] = 15.0
+    ] = 10.0
     memory_half_life_s: Annotated[
         float,
         Knob(
@@ -453,7 +453,7 @@ class PolicyConfig(Section, frozen=True, kw_only=True):
         Knob(
             "a setting that the calibrated model predicts to cost so much more is not tried", low=0, high=10
         ),
-    ] = 0.02
+    ] = 0.1
 
     @classmethod
     def broken_rules(cls, good: Mapping[str, Any], path: str) -> Iterator[str]:

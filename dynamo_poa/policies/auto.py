@@ -27,6 +27,7 @@ from dynamo_poa.policies.memory import (
     best_known,
     forget,
     has_lost,
+    inherited,
     remember,
 )
 from dynamo_poa.policies.protocol import Answer, View
@@ -36,6 +37,7 @@ from dynamo_poa.values import Regime, Setting
 TEMPERATURES = (0.0, 0.3, 0.7)
 OVERLAP_WEIGHTS = (1.0, 0.5)
 PREFILL_LOAD_SCALES = (None, 4.0)
+TRIAL_SLOTS = 4  # a whole turn of both settings
 SAME_FRAC = 1e-9  # predictions as close as this differ by rounding: the order of candidates counts
 
 Starts = Mapping[Regime, Setting]
@@ -125,23 +127,34 @@ class AutoPolicy:
     def _follow(self, state: AutoState, view: View) -> AutoState:
         """Take in the load and the conditions; a trial under other conditions is over, without a verdict.
 
-        Another regime counts at once, which has its own dwell; another resource once it has lasted a slot.
+        A higher regime counts at once. What else changes does when it has lasted: a slot, and in a trial,
+        whose own turns may be what lowers the regime, TRIAL_SLOTS of them.
         """
-        key, load = Key(view.regime, view.resource), state.load.next(view.traffic, view.at_s)
-        other, other_at_s = (None, 0.0) if key == state.key else (key, state.other_at_s)
-        if other is not None and other != state.other:
-            other_at_s = view.at_s
-        state = msgspec.structs.replace(state, load=load, other=other, other_at_s=other_at_s)
-        at_once = view.regime is not state.key.regime
-        if other is None or not (at_once or view.at_s - other_at_s >= self._config.slot_s):
+        key, load, trial = (
+            Key(view.regime, view.resource),
+            state.load.next(view.traffic, view.at_s),
+            state.trial,
+        )
+        if key == state.key:
+            return msgspec.structs.replace(state, load=load, other=None)
+        other_at_s = state.other_at_s if key == state.other else view.at_s
+        state = msgspec.structs.replace(state, load=load, other=key, other_at_s=other_at_s)
+        lasted_s = view.at_s - other_at_s
+        rises = view.regime.level > state.key.regime.level
+        at_once = rises or (trial is None and view.regime is not state.key.regime)
+        if not at_once and lasted_s < self._config.slot_s * (1 if trial is None else TRIAL_SLOTS):
             return state
+        if trial is not None:
+            # Whether the candidate has raised the regime is not known: it is not tried at once again.
+            suspected = rises and any(slot.candidate for slot in trial.slots)
+            verdict = Verdict.UNDECIDED if suspected else Verdict.INTERRUPTED
+            state = self._concluded(state, trial, verdict, view.at_s)
+            state = msgspec.structs.replace(state, last=Verdict.INTERRUPTED)
+        else:
+            state = msgspec.structs.replace(state, last=None)
+        memory = state.memory if rises else inherited(state.memory, state.key, key, view.at_s)
         return msgspec.structs.replace(
-            state,
-            key=key,
-            other=None,
-            trial=None,
-            last=Verdict.INTERRUPTED if state.trial is not None else None,
-            rest_until_s=view.at_s + self._config.rest_s,
+            state, key=key, other=None, memory=memory, rest_until_s=view.at_s + self._config.rest_s
         )
 
     def _settled(self, state: AutoState, view: View) -> tuple[AutoState, Setting]:
@@ -184,6 +197,8 @@ class AutoPolicy:
                 said.append(f"{setting}: predicted {price / priced - 1:+.1%}")
             elif has_lost(state.memory, state.key, setting, base):
                 said.append(f"{setting}: tried")
+            elif setting == view.static:  # the first thing to be sure of: that what is in force beats it
+                return _Next(setting, "trial")
             elif found is None or price < found[0] * (1 - SAME_FRAC):
                 found = price, setting
         if found is None:

@@ -16,7 +16,7 @@ from dynamo_poa.decisions import Traffic
 from dynamo_poa.values import Regime, Setting
 
 REMEMBERED = 0.25  # of a clear verdict's strength; less is forgotten: two half-lives
-UNDECIDED_STRENGTH = 0.5  # half a reason not to try again: forgotten a half-life earlier
+UNDECIDED_STRENGTH = 0.5  # half a reason: forgotten a half-life earlier
 MOVED_FRAC = 0.5
 MAX_ENTRIES = 64
 LOAD_HALF_LIFE_S = 15.0
@@ -98,6 +98,23 @@ def forget(memory: Memory, key: Key, load: Load, at_s: float, half_life_s: float
 def best_known(memory: Memory, key: Key) -> Setting | None:
     """Return the setting that won last under these conditions."""
     return next((entry.setting for entry in reversed(memory) if entry.won and entry.key == key), None)
+
+
+def inherited(memory: Memory, old: Key, new: Key, at_s: float) -> Memory:
+    """Return the memory after a change of conditions for which nothing is known yet.
+
+    What won under the old ones stays for half as long: it may be what has lowered the regime, and to drop it
+    would raise the regime again.
+    """
+    known = next((entry for entry in reversed(memory) if entry.won and entry.key == old), None)
+    if (
+        known is None
+        or best_known(memory, new) is not None
+        or has_lost(memory, new, known.setting, known.base)
+    ):
+        return memory
+    entry = msgspec.structs.replace(known, key=new, strength=UNDECIDED_STRENGTH, at_s=at_s)
+    return remember(memory, entry)
 
 
 def has_lost(memory: Memory, key: Key, setting: Setting, base: Setting) -> bool:
