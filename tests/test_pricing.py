@@ -8,7 +8,7 @@ from dynamo_poa.decisions import DecisionLog
 from dynamo_poa.latency import LatencyBook
 from dynamo_poa.pricing import Pricer, snapshots_at
 from dynamo_poa.snapshot import NO_PASS
-from dynamo_poa.values import Candidate, Role, WorkerCard, WorkerKey
+from dynamo_poa.values import Candidate, Role, Setting, WorkerCard, WorkerKey
 from dynamo_poa.wire import Chosen, DecisionBatch, ForwardPass
 
 CARDS = {w: WorkerCard(worker_id=w, role=Role.PREFILL, kv_block_size=16) for w in (1, 2)}
@@ -128,3 +128,15 @@ async def test_closing_while_a_job_runs_does_not_wait_for_it(book, decisions):
     pricer = Pricer(60.0, book, run=never)
     pricer.look(5.0, RANKS, decisions)
     await asyncio.wait_for(pricer.aclose(), 1.0)
+
+
+async def test_the_latest_decisions_are_priced_under_the_settings_asked_about(book, decisions):
+    """Two idle workers of one speed, 640 tokens at 0.1 ms: 64 ms whatever the draw."""
+    pricer = Pricer(60.0, book, block_size=16)
+    settings = (Setting(0.0, 1.0), Setting(0.7, 1.0))
+    pricer.look(5.0, RANKS, decisions, settings)
+    await settled(pricer)
+    assert pricer.predicted == pytest.approx(dict.fromkeys(settings, 0.064), rel=0.01)
+    pricer.look(6.0, RANKS, decisions)
+    await settled(pricer)
+    assert pricer.predicted == {}
