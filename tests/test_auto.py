@@ -9,7 +9,7 @@ from policy_world import STATIC, TAU, Queues, World, everything, noisy, only
 from dynamo_poa.config import PolicyConfig
 from dynamo_poa.decisions import Traffic
 from dynamo_poa.policies import make_policy, settings_to_price
-from dynamo_poa.policies.auto import AutoPolicy, candidates
+from dynamo_poa.policies.auto import NO_PREDICTION, AutoPolicy, candidates
 from dynamo_poa.policies.memory import MAX_ENTRIES, Entry, Key, Load, remember
 from dynamo_poa.policies.protocol import Answer, View
 from dynamo_poa.values import Regime, RequestOutcome, Selection, Setting
@@ -17,6 +17,7 @@ from dynamo_poa.values import Regime, RequestOutcome, Selection, Setting
 CONFIG = PolicyConfig(name="auto")
 BETTER = noisy(tau=0.7, slot_sigma=0.05)
 WORSE = noisy(tau=1.5, slot_sigma=0.05)
+UNPRICED = Answer(STATIC, "no_prediction", NO_PREDICTION)
 SAME = noisy(slot_sigma=0.05)
 
 
@@ -117,7 +118,7 @@ def test_a_kept_change_is_the_start_of_the_next():
 def test_without_a_prediction_nothing_is_tried():
     """Does nothing without data."""
     found = world(BETTER, predicted={})
-    assert found.run(120) == Answer(STATIC, "no_prediction")
+    assert found.run(120) == UNPRICED
     assert found.settings == [STATIC]
 
 
@@ -198,7 +199,7 @@ def test_what_won_is_remembered_for_its_own_conditions():
     found.run_until("kept")
     found.predicted = {}
     found.view["regime"] = Regime.SATURATED
-    assert found.run(60) == Answer(STATIC, "no_prediction")
+    assert found.run(60) == UNPRICED
     found.view["regime"] = Regime.BELOW
     found.run(1)
     assert found.wanted == TAU

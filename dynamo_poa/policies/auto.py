@@ -39,6 +39,7 @@ OVERLAP_WEIGHTS = (1.0, 0.5)
 PREFILL_LOAD_SCALES = (None, 4.0)
 TRIAL_SLOTS = 4  # a whole turn of both settings
 SAME_FRAC = 1e-9  # predictions as close as this differ by rounding: the order of candidates counts
+NO_PREDICTION = "no price for what is in force: no latency models, or no decisions with candidates recorded"
 
 Starts = Mapping[Regime, Setting]
 
@@ -186,7 +187,7 @@ class AutoPolicy:
             return _Next(None, str(Verdict.TOO_LITTLE))
         priced = view.predicted.get(base)
         if priced is None or not priced > 0:
-            return _Next(None, "no_prediction")
+            return _Next(None, "no_prediction", NO_PREDICTION)
         found: tuple[float, Setting] | None = None
         said = []
         for setting in candidates(base, view.static, cache_absent=view.cache_absent):
