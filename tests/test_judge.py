@@ -48,6 +48,8 @@ def test_a_request_without_possible_times_does_not_count(absurd):
         (changes(-0.4, 0.3, -0.5, 0.2), None),
         (changes(0.2, 0.21), Verdict.WORSE),
         (changes(0.2, -0.1, 0.3, -0.2), Verdict.UNDECIDED),  # nothing better after 4 pairs: hopeless
+        (changes(-0.02, 0.01, -0.02, 0.01), Verdict.UNDECIDED),  # surely less than 3 %: not worth more turns
+        (changes(-0.06, 0.03, -0.06, 0.03), None),
         (changes(-0.4, 0.3, -0.5, 0.2, -0.4, 0.3, -0.5), None),
         (changes(-0.4, 0.3, -0.5, 0.2, -0.4, 0.3, -0.5, 0.2), Verdict.UNDECIDED),
     ],

@@ -24,6 +24,8 @@ MIN_KEEP_PAIRS = 4
 KEEP_SURE = 0.9925
 WORSE_SURE = 0.975  # giving up a good one costs its gain only, going on with a bad one costs users
 TOLERATED_FRAC = 0.01  # of the figure that is not the one to be improved, and of a mean
+WORTH_FRAC = 0.03  # a gain that is surely less is not waited for ...
+WORTH_SURE = 0.95  # ... at each look
 SLOT_WORSE = math.log(1.15)  # one slot is enough ...
 SLOT_ERRORS = 3.0  # ... when it is so many standard errors
 STARVED_FRAC = 0.5  # of the share of requests that ended under the other setting
@@ -114,7 +116,8 @@ def verdict(changes: Sequence[Change], max_pairs: int) -> Verdict | None:
         kept:   upper bound of the TTFT change < 0, the other figure and either mean not up by more than 1 %;
                 or the same of end-to-end time. At an even number of pairs, from 4 on
         worse:  lower bound of either change > 1 %, or > 0 with nothing better to show for it
-        undecided:  after max_pairs, or from 4 pairs on when neither figure has improved at all
+        undecided:  after max_pairs; or from 4 pairs on when neither figure has improved at all, or can have
+                    by 3 %
 
     Returns:  None while the trial should go on.
     """
@@ -134,7 +137,8 @@ def verdict(changes: Sequence[Change], max_pairs: int) -> Verdict | None:
     better = min(_bound(ttft, KEEP_SURE), _bound(e2e, KEEP_SURE)) < 0
     if better and max(mean_ttft, mean_e2e, tail_frac) <= TOLERATED_FRAC:
         return Verdict.KEPT
-    hopeless = mean_ttft >= 0 and mean_e2e >= 0
+    at_best = min(_bound(ttft, -WORTH_SURE), _bound(e2e, -WORTH_SURE))
+    hopeless = min(mean_ttft, mean_e2e) >= 0 or at_best > -WORTH_FRAC
     return Verdict.UNDECIDED if pairs >= max_pairs or hopeless else None
 
 
