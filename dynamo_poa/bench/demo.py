@@ -232,13 +232,13 @@ def table(report: DemoReport) -> Table:
     """Return the closing table: one row per phase."""
     result = Table(
         title="Phase by phase; regime and who selects, at its end",
-        caption="slow worker: its share of the decode picks; PoA-hat what the routing cost over the best "
-        "possible; TTFT and E2E as the clients saw them; kv is Dynamo's selection",
+        caption="slow: the slow worker's share of the decode picks; PoA-hat what the routing cost over the "
+        "best possible; TTFT and E2E as the clients saw them; kv is Dynamo's selection",
     )
-    for name in ("phase", "users", "requests", "failed", "TTFT P99", "E2E P99", "requests/s", "PoA-hat"):
+    for name in ("phase", "users", "requests", "failed", "TTFT P99", "E2E P99", "per s", "PoA-hat"):
         result.add_column(name, justify="left" if name == "phase" else "right", no_wrap=True)
-    for name in ("slow worker", "regime", "selects"):
-        result.add_column(name, justify="right" if name == "slow worker" else "left", no_wrap=True)
+    for name in ("slow", "regime", "selects"):
+        result.add_column(name, justify="right" if name == "slow" else "left", no_wrap=True)
     for phase in report.phases:
         result.add_row(
             phase.name,
