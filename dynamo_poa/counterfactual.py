@@ -3,7 +3,7 @@
 Owns: which worker a setting would have sent each recorded decision to, with what probability; the price of
       that: the request's own predicted latency and the delay it brings to others there.
 Does not own: the window of decisions (decisions.py), the cost of one request on one worker (marginal.py,
-              which has it in plain arithmetic for the request path), what is made of a prediction (policies/).
+              which has it in plain arithmetic for requests), what becomes of a prediction (policies/).
 Invariant: pure. Each decision is priced with the loads it met, which another setting would have changed: a
            prediction compares settings on one step and says nothing of queues that build up. A window that
            cannot be priced whole has no prediction, never one of zero.
