@@ -213,14 +213,14 @@ class WorkerDirectory:
 
     def refresh(self) -> None:
         """Take over what discovery says now."""
-        alive: dict[int, WorkerCard] = {}
+        before, alive = set(self._cards), dict[int, WorkerCard]()  # reading adds to the cards
         for watch in self._watches:
             listed = watch.instance_ids()
             unread = listed - self._cards.keys() - self._refused
             for worker_id, text in watch.cards_of(unread).items():
                 self._read(worker_id, text)
             alive |= {worker_id: self._cards[worker_id] for worker_id in listed & self._cards.keys()}
-        if alive != self._cards:
+        if alive.keys() != before:
             self._ranks = {}
         self._cards = alive
         self._raw = {worker_id: self._raw[worker_id] for worker_id in alive}

@@ -239,6 +239,22 @@ def test_cards_are_asked_for_only_while_some_worker_is_unread() -> None:
     assert directory.card(1) is None
 
 
+def test_ranks_are_the_same_object_until_a_worker_comes_or_leaves() -> None:
+    """Case R2(b), found live: a worker that came after the first look was never a candidate."""
+    watch = Watch({1: 16})
+    directory = directory_of(watch)
+    directory.refresh()
+    first = directory.ranks(Role.DECODE)
+    directory.refresh()
+    assert directory.ranks(Role.DECODE) is first
+    watch.block_sizes[3] = 16
+    directory.refresh()
+    assert [key.worker_id for key, _ in directory.ranks(Role.DECODE)] == [1, 3]
+    del watch.block_sizes[1]
+    directory.refresh()
+    assert [key.worker_id for key, _ in directory.ranks(Role.DECODE)] == [3]
+
+
 class Instances:
     """Dynamo's client of an endpoint, as far as it lists who is there."""
 
