@@ -232,6 +232,8 @@ class Ledger:
             else:
                 running, waiting = max(0, running - work.running), max(0, waiting - work.waiting)
             queued_tokens = max(0, (said.queued_prefill_tokens or 0) - work.queued_tokens)
+            if not said.queued_prefill_tokens:
+                waiting = 0  # measured: prompts that are computed and not yet handed over count as queued
             work.foreign = Loads(
                 running, waiting, queued_tokens, max(0, (said.kv_tokens or 0) - work.kv_tokens)
             )

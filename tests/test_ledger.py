@@ -246,6 +246,13 @@ async def test_on_the_decode_leg_what_waits_here_may_run_there() -> None:
     assert ledger.work(A).foreign == Loads(2, 0, 0, 70)
 
 
+async def test_a_prompt_that_waits_to_be_handed_over_is_no_backlog() -> None:
+    """Measured, case R3: a prefill worker told 7 queued requests of 0 tokens, and was left alone for them."""
+    ledger, _ = ledger_of()
+    ledger.take_totals([said(A, 0, 0, 7, 0)], routers=4)
+    assert ledger.work(A).all() == Loads(0, 0, 0, 0)
+
+
 async def test_one_router_has_all_there_is() -> None:
     """Exactly 0, whatever forward passes say."""
     ledger, _ = ledger_of()
