@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from dynamo_poa.fitting import pressure
 from dynamo_poa.frozen import PricedDecision
 from dynamo_poa.games.frozen import block_cost
-from dynamo_poa.marginal import NEAR_FRAC, OUTPUT_TOKENS
+from dynamo_poa.marginal import NEAR_FRAC, OUTPUT_TOKENS, TTFT_WEIGHT
 from dynamo_poa.values import Role, Selection, Setting, WorkerCard, WorkerKey, WorkerLatency
 
 Floats = NDArray[np.float64]
@@ -115,7 +115,7 @@ def social_cost_s(leg: _Leg, model: Model) -> Floats:
     if leg.role is not Role.DECODE:
         cost_s = there_s + arrivals_per_s * there_s * own_prefill_s
     if leg.role is Role.AGGREGATED:
-        cost_s = cost_s + (leg.active - waiting) * own_prefill_s
+        cost_s = TTFT_WEIGHT * cost_s + (leg.active - waiting) * own_prefill_s
     if leg.role is not Role.PREFILL:
 
         def pass_s(requests: Floats, kv_tokens: Floats) -> Floats:

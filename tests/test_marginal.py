@@ -51,9 +51,9 @@ def test_kv_tokens_cost_the_own_and_everybodys() -> None:
 
 
 def test_an_aggregated_worker_costs_both_and_those_who_stand_still_meanwhile() -> None:
-    """Prefill's and decode's cost, and x p for the four that decode already."""
+    """Prefill's cost thrice, decode's, and x p for the four that decode already."""
     load, ask = Loads(running=4, waiting=1, queued_tokens=100, kv_tokens=900), Ask(300, 40, 1.5)
-    both_s = prefill_cost_s(CURVE, load, 200, ask, ROOM) + decode_cost_s(CURVE, load, 200, ask, ROOM)
+    both_s = 3 * prefill_cost_s(CURVE, load, 200, ask, ROOM) + decode_cost_s(CURVE, load, 200, ask, ROOM)
     assert aggregated_cost_s(CURVE, load, 200, ask, ROOM) == pytest.approx(both_s + 4 * 0.022)
 
 
