@@ -19,7 +19,7 @@ from dynamo_poa.values import KV_LIMIT_FRAC, KV_PRESSURE_FRAC, Curve, Role
 NEAR_FRAC = 0.01  # costs as close as this are equal: the models are not better than that
 OUTPUT_TOKENS = 64.0  # expected of a request where nothing is known of the pool
 # A wait before the first token is felt then, and again in the whole. Measured on aggregated workers (hetero):
-# with 1 throughput comes at the cost of TTFT (prefill-bound: P99 up by half), with 6 a slow worker is kept busy.
+# with 1 throughput is had at TTFT's cost (prefill-bound: P99 up by half), with 6 a slow worker is kept busy.
 TTFT_WEIGHT = 3.0
 MIN_GAP_S = 0.3  # a pause shorter than this is no stall, whatever the worker's speed
 STALL_WEIGHT = 3.0  # a stall hits the tail: each second of it counts as so many of a mean
