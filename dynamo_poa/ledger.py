@@ -18,6 +18,7 @@ from dynamo_poa.wire import WorkerSpeed
 
 STALL_HALF_LIFE_S = 8.0  # of what is remembered: a worker that is well again is used again in two or three
 ARRIVALS_S = 10.0  # arrivals are counted over about so long
+MEAN_WEIGHT = 0.05  # of the latest request in the mean over requests
 SPARE = 16  # workers that have gone and are kept, at most, beside as many as there are
 
 
@@ -28,7 +29,8 @@ class Work:
     curve:     its speed when it was last a candidate; None before, and then no silence is judged
     entered_at_s:  when it was last sent a request, or first seen
     moved_at_s:  when it last showed progress, or had nothing to show
-    foreign:   what other routers have there; None with one router
+    beside:    the same worker in the ledger of other routers' requests; None where that is not complete
+    foreign:   what other routers have there by the worker's own word, for want of `beside`; None with one
     """
 
     __slots__ = (
@@ -37,6 +39,7 @@ class Work:
         "_stalled_s",
         "_stalls",
         "_stalls_at_s",
+        "beside",
         "blocks",
         "curve",
         "entered_at_s",
@@ -54,6 +57,7 @@ class Work:
         self.running = self.waiting = self.queued_tokens = self.kv_tokens = self.blocks = 0
         self.curve: Curve | None = None
         self.foreign: Loads | None = None
+        self.beside: Work | None = None
         self.moved_at_s = self.entered_at_s = now_s()
         self._stalls = self._stalled_s = (
             0.0  # how many, and their time, each counting half after the half-life
@@ -97,7 +101,9 @@ class Work:
 
     def all(self) -> Loads:
         """Return this router's load and the others'."""
-        other = self.foreign or Loads()
+        other = self.beside or self.foreign
+        if other is None:
+            return Loads(self.running, self.waiting, self.queued_tokens, self.kv_tokens)
         return Loads(
             self.running + other.running,
             self.waiting + other.waiting,
@@ -166,6 +172,7 @@ class Ledger:
         self._now_s = clock.monotonic_s
         self._works: dict[WorkerKey, Work] = {}
         self._arrivals_per_s = 0.0
+        self._uncached_tokens = self._kv_tokens = 0.0  # of a request, means
         self._arrived_at_s = clock.monotonic_s()
 
     def work(self, key: WorkerKey) -> Work:
@@ -186,6 +193,9 @@ class Ledger:
             work.moved_at_s = now_s  # it had nothing to show
         work.entered_at_s = now_s
         kv_tokens = prompt_tokens + int(output_tokens) // 2
+        weight = MEAN_WEIGHT if self._kv_tokens else 1.0
+        self._uncached_tokens += weight * (uncached_tokens - self._uncached_tokens)
+        self._kv_tokens += weight * (kv_tokens - self._kv_tokens)
         work.waiting += 1
         work.queued_tokens += uncached_tokens
         work.kv_tokens += kv_tokens
@@ -217,7 +227,9 @@ class Ledger:
     def take_totals(self, speeds: Iterable[WorkerSpeed], routers: int) -> None:
         """Take over what workers say they carry: what is not ours is other routers'. With one router none is.
 
-        Held until the next word; what is not said is none.
+        Requests are counted, and taken to be as large as ours: workers tell raw prompt tokens of what waits,
+        cached or not, and nothing of what will be decoded. Held until the next word; what is not said is
+        none.
         """
         for work in self._works.values():
             work.foreign = None
@@ -231,12 +243,10 @@ class Ledger:
                 running, waiting = max(0, running + waiting - work.running - work.waiting), 0
             else:
                 running, waiting = max(0, running - work.running), max(0, waiting - work.waiting)
-            queued_tokens = max(0, (said.queued_prefill_tokens or 0) - work.queued_tokens)
             if not said.queued_prefill_tokens:
                 waiting = 0  # measured: prompts that are computed and not yet handed over count as queued
-            work.foreign = Loads(
-                running, waiting, queued_tokens, max(0, (said.kv_tokens or 0) - work.kv_tokens)
-            )
+            kv_tokens = (running + waiting) * self._kv_tokens
+            work.foreign = Loads(running, waiting, waiting * self._uncached_tokens, kv_tokens)
 
     def forget(self, alive: Collection[WorkerKey]) -> None:
         """Let go of workers that have left, once there are many of them; requests still there keep theirs."""

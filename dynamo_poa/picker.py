@@ -30,6 +30,7 @@ from dynamo_poa.marginal import (
     patience_s,
     stalls_cost_s,
 )
+from dynamo_poa.neighbours import Neighbours
 from dynamo_poa.values import Candidate, Curve, Role, WorkerCard, WorkerKey
 
 # A worker that is dear to all gets nothing, so nobody learns when it is well again. After PROBE_S without a
@@ -62,6 +63,8 @@ class Picker:
     """Picks for one leg.
 
     refusal:  why requests never go by marginal cost here, whatever the parameters say; empty when they may
+
+    Args:     neighbours: the other routers' requests; None for the only router.
     """
 
     def __init__(
@@ -74,10 +77,11 @@ class Picker:
         rng: random.Random,
         *,
         refusal: str = "",
+        neighbours: Neighbours | None = None,
     ) -> None:
         self.ledger, self.refusal = ledger, refusal
         self._role, self._holder, self._directory, self._avoid = ledger.role, holder, directory, avoid
-        self._now_s, self._rng = clock.monotonic_s, rng
+        self._now_s, self._rng, self._neighbours = clock.monotonic_s, rng, neighbours
         self._ranks: Sequence[tuple[WorkerKey, WorkerCard]] = ()
         self._rows: list[tuple[WorkerKey, WorkerCard, Room]] = []
         self._picks = 0  # since the last probe
@@ -120,6 +124,7 @@ class Picker:
             self.ledger.arrivals_per_s() * speeds.routers / len(rows),
         )
         cost, work_of, latest_s = COST[role], self.ledger.work, self.ledger.latest_s()
+        beside = self._beside(speeds.routers)
         costs_s = []
         for key, _, room in rows:
             curve = speeds.curve(key, role)
@@ -127,7 +132,8 @@ class Picker:
                 raise Unpicked("unknown_worker", str(key.worker_id))
             work = work_of(key)
             work.curve = curve
-            load: Load = work if work.foreign is None else work.all()
+            work.beside = None if beside is None else beside.work(key)
+            load: Load = work if work.beside is None and work.foreign is None else work.all()
             uncached_tokens = max(prompt_tokens - cached_tokens.get(key, 0), 0)
             cost_s = cost(curve, load, uncached_tokens, ask, room)
             if work.has_stalled or (latest_s - work.moved_at_s > MIN_GAP_S and work.busy):
@@ -152,11 +158,20 @@ class Picker:
         card = self._directory.card(worker_id)
         return 0 if card is None else tokens // card.kv_block_size
 
+    def _beside(self, routers: int) -> Ledger | None:
+        """Return the other routers' requests, if all of them are heard."""
+        if routers <= 1 or self._neighbours is None or not self._neighbours.heard(routers):
+            return None
+        return self._neighbours.ledgers[self._role]
+
     def _live(self) -> list[tuple[WorkerKey, WorkerCard, Room]]:
         ranks = self._directory.ranks(self._role)
         if ranks is not self._ranks:
             self._ranks, self._rows = ranks, [(key, card, _room(card)) for key, card in ranks]
-            self.ledger.forget({key for key, _ in ranks})
+            alive = {key for key, _ in ranks}
+            self.ledger.forget(alive)
+            if self._neighbours is not None:
+                self._neighbours.ledgers[self._role].forget(alive)
         return self._rows
 
     def _well(

@@ -28,6 +28,7 @@ from dynamo_poa.dynamo_host import WorkerDirectory
 from dynamo_poa.errors import BusError, RecordUnchangeable
 from dynamo_poa.handover import HandoverChannel, Handovers
 from dynamo_poa.ledger import Ledger
+from dynamo_poa.neighbours import Neighbours
 from dynamo_poa.params import ParamsHolder, ParamsSubscriber
 from dynamo_poa.picker import Picker
 from dynamo_poa.reporter import DecisionReporter, RouterStatus
@@ -106,7 +107,9 @@ class RouterProcess:
             if await self._workers_came(directory):
                 await self._first_params(bus, subscriber)
                 pinned = await self._pinned(bus, stack)
-                serving = await self._register(runtimes, directory, bus, holder, reporter, stats, pinned)
+                serving = await self._register(
+                    runtimes, directory, bus, holder, reporter, stats, pinned, stack
+                )
                 path = metrics.path = await self._data_path(stack)
                 metrics.registered = True
                 relaying = [] if path is None else [path.workers.task]
@@ -170,6 +173,16 @@ class RouterProcess:
             for role in self._roles
         }
 
+    async def _neighbours(self, bus: Bus, stack: AsyncExitStack) -> Neighbours | None:
+        """Listen to the other routers, where there are any."""
+        if self._config.replicas == 1:
+            return None
+        ledgers = {role: Ledger(role, self._clock) for role in self._roles}
+        namespace = self._common.namespace
+        return await stack.enter_async_context(
+            Neighbours(bus, namespace, self._router_id, ledgers, self._coefficients, self._clock)
+        )
+
     async def _register(
         self,
         runtimes: dict[Role, Any],
@@ -179,12 +192,14 @@ class RouterProcess:
         reporter: DecisionReporter,
         stats: RouterStats,
         pinned: dict[Role, PinnedBookings],
+        stack: AsyncExitStack,
     ) -> list[asyncio.Future[None]]:
         """Open Dynamo's router for each leg, serve it, and let the frontend know."""
         common, config, clock = self._common, self._config, self._clock
         handovers = self._handovers(directory, bus)
         avoid = AvoidList(config.avoid_s, clock)
         serving: list[asyncio.Future[None]] = []
+        neighbours = await self._neighbours(bus, stack)
         for role, runtime in runtimes.items():
             pool = await dynamo_host.WorkerPool.open(runtime, role, config, common, clock, pinned.get(role))
             leg = Leg(
@@ -208,6 +223,7 @@ class RouterProcess:
                     self._rng,
                     # Dynamo's queue and its limits are its selection's: who set them wants them kept
                     refusal="queue_policy" if config.policy_config else "",
+                    neighbours=neighbours,
                 ),
             )
             endpoint = runtime.endpoint(common.router_endpoint(role))

@@ -225,13 +225,13 @@ def said(key: WorkerKey, running: int, kv: int, queued: int, tokens: int) -> Wor
 
 
 async def test_what_a_worker_carries_beyond_ours_is_other_routers() -> None:
-    """4 routers: what forward passes count less what we have there at receipt, never below 0."""
+    """4 routers: requests that forward passes count less those we have there at receipt, as large as ours."""
     ledger, _ = ledger_of()
     enter(ledger, A).first_token()
     enter(ledger, A)
     ledger.take_totals([said(A, 5, 1000, 3, 500), said(B, 2, 300, 0, 0)], routers=4)
-    assert ledger.work(A).foreign == Loads(4, 2, 440, 780)
-    assert ledger.work(A).all() == Loads(5, 3, 500, 1000)
+    assert ledger.work(A).foreign == Loads(4, 2, 120, 660)
+    assert ledger.work(A).all() == Loads(5, 3, 180, 880)
     ledger.take_totals([said(A, 0, 0, 0, 0)], routers=4)
     assert ledger.work(A).all() == Loads(1, 1, 60, 220)
     assert ledger.work(B).foreign is None
@@ -243,7 +243,7 @@ async def test_on_the_decode_leg_what_waits_here_may_run_there() -> None:
     for _ in range(3):
         enter(ledger, A, uncached_tokens=0)
     ledger.take_totals([said(A, 4, 400, 1, 0)], routers=2)
-    assert ledger.work(A).foreign == Loads(2, 0, 0, 70)
+    assert ledger.work(A).foreign == Loads(2, 0, 0, 220)
 
 
 async def test_a_prompt_that_waits_to_be_handed_over_is_no_backlog() -> None:
