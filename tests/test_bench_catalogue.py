@@ -144,11 +144,10 @@ def test_workers_differ_or_a_resource_binds_only_after_time_to_learn(
     """Issue 6: learned within 60 s of load, the same for all policies; then a loop gets into its stride."""
     learning = {one.fleet.name: one.learn_s + one.warm_up_s for one in cells["hetero"] if one.learn_s}
     assert learning == {
-        "one of five aggregated workers 5x slower": 10.0,
-        "one of five decode workers 5x slower": 10.0,
-        "one decode worker stalls 2 s in 6": 6.0,
-        "prefill-bound": 40.0,
-        "decode-bound": 40.0,
+        "one of five aggregated workers 5x slower": 8.0,
+        "one of five decode workers 5x slower": 8.0,
+        "prefill-bound": 38.0,
+        "decode-bound": 38.0,
     }
 
 
@@ -160,10 +159,10 @@ def test_what_is_judged_is_affordable(cells: dict[str, tuple[Cell, ...]]) -> Non
 
 
 def test_a_graph_learns_once(cells: dict[str, tuple[Cell, ...]]) -> None:
-    """Four graphs of three cells each: 10 s a cell with its drain, 38 s and the start a graph."""
+    """Four graphs of three cells each: 10 s a cell with its drain, 36 s and the start a graph."""
     judged = chosen(cells["hetero"], [*baselines.JUDGED, "prefill-bound"])
     assert len(judged) == 12
-    assert estimated_s(judged) == 12 * (2 + 6 + 2) + 4 * (4 + 38)
+    assert estimated_s(judged) == 12 * (2 + 6 + 2) + 4 * (4 + 36)
 
 
 def test_the_graphs_that_are_up_at_once_fit_into_the_kernels_usual_inotify_limit(
@@ -196,7 +195,7 @@ def test_the_default_is_up_with_the_policies_that_are_judged(cells: dict[str, tu
 def test_a_stalling_worker_is_measured_over_whole_periods(cells: dict[str, tuple[Cell, ...]]) -> None:
     """Else the share of the time it stands still would be chance."""
     stalling = [one for one in cells["hetero"] if one.fleet.stall is not None]
-    assert {one.seconds for one in stalling} == {6.0}
+    assert {(one.seconds, one.warm_up_s > 6.0) for one in stalling} == {(6.0, True)}  # one stall before
 
 
 @pytest.mark.parametrize("name", ALL)

@@ -37,18 +37,19 @@ SETTLE_S = 15 * 0.25  # the cases' own: 15 ticks
 
 
 def fleet(prefill: int, decode: int, speed: float, *more: str) -> tuple[str, ...]:
-    """The cases' workers: a batch so small that queues form at a few users."""
-    args = (
-        f"{{speedup-ratio: {speed}, num-gpu-blocks-override: 4096, max-num-seqs: 16, "
-        "max-num-batched-tokens: 512}"
-    )
+    """The cases' workers: so small a batch that queues form at few users.
+
+    Requests at once are the mock engine's own for prefill and 32 for 16 in decode: measured, it fails those
+    beyond as they are handed over ("handoff session limit reached") rather than let them wait.
+    """
+    flags = f"speedup-ratio: {speed}, num-gpu-blocks-override: 4096, max-num-batched-tokens: 512"
     return (
         f"PrefillWorker.workers={prefill}",
         f"PrefillWorker.per_process={prefill}",
-        f"PrefillWorker.args={args}",
+        f"PrefillWorker.args={{{flags}}}",
         f"DecodeWorker.workers={decode}",
         f"DecodeWorker.per_process={decode}",
-        f"DecodeWorker.args={args}",
+        f"DecodeWorker.args={{{flags}, max-num-seqs: 32}}",
         f"PoaRouter.min_prefill_workers={prefill}",
         f"PoaRouter.min_decode_workers={decode}",
         "PoaController.estimate_s=0.25",
@@ -141,20 +142,21 @@ def hot(seed: int) -> Iterator[Prompt]:
 
 @pytest.mark.parametrize("policy", ["marginal"])
 async def test_a_hot_prefix_does_not_make_one_worker_serve_all(policy: str) -> None:
-    """Case R1: 30 requests one by one, 300 with 48 users. Affinity is fine while nobody waits.
+    """Case R1: 15 requests one by one for 200, 240 with 48 users for 400.
 
-    Its comparison with pinned parameters is void where those do not herd either.
+    Affinity is fine while nobody waits. Its comparison with pinned parameters is void where those do not
+    herd either.
     """
     async with live_graph("disagg", *fleet(2, 4, 0.5, under(policy))) as graph:
         source, seen = hot(1), len(graph.telemetry)
-        await ask(graph, source, 30, 1)
+        await ask(graph, source, 15, 1)
         quiet = graph.telemetry[seen:]
         assert {record.regime for record in quiet} == {Regime.BELOW}
         assert {(record.router_temperature, record.overlap_weight) for record in quiet} == {BASELINE}
         assert {record.poa_hat for record in quiet} == {None}  # nobody beside the other: nothing to price
         at, seen = len(graph.chosen(Role.PREFILL)), len(graph.telemetry)
-        ours = await ask(graph, source, 300, 48)
-        judged = await picked(graph, Role.PREFILL, at, 300)
+        ours = await ask(graph, source, 240, 48)
+        judged = await picked(graph, Role.PREFILL, at, 240)
         busy = graph.telemetry[seen:]
         queued = [record.at_s for record in busy if record.pools["prefill"].queued_requests]
         settled_s = min(queued, default=0.0) + SETTLE_S
@@ -169,10 +171,10 @@ async def test_a_hot_prefix_does_not_make_one_worker_serve_all(policy: str) -> N
         await graph.idle()
         await graph.pin(*BASELINE)
         pinned_source = hot(2)
-        await ask(graph, pinned_source, 30, 1)
+        await ask(graph, pinned_source, 5, 1)
         at = len(graph.chosen(Role.PREFILL))
-        pinned = await ask(graph, pinned_source, 300, 48)
-        most = max(shares(await picked(graph, Role.PREFILL, at, 300)).values())
+        pinned = await ask(graph, pinned_source, 240, 48)
+        most = max(shares(await picked(graph, Role.PREFILL, at, 240)).values())
         print(f"R1 {policy}: P99 TTFT {p99(ours):.3f} s, pinned {p99(pinned):.3f} s, busiest {most:.0%}")
         if most <= 0.8:
             pytest.skip(
@@ -242,18 +244,24 @@ async def test_workers_that_join_under_load_get_their_part(policy: str, tmp_path
         assert max(levels(graph.telemetry[seen:])) <= level
 
 
-WAVES, WAVE = 10, 16
+WAVES, WAVE = 8, 16
 
 
 async def waves(graph: LiveGraph, seed: int) -> list[float]:
-    """Send waves of requests with one prefix; return the busiest prefill worker's share of each."""
-    source = prompts(prompt_tokens=512, max_tokens=16, templates=1, shared_frac=0.9, seed=seed)
+    """Send waves of requests with one prefix each; return the busiest prefill worker's share of each.
+
+    One worker holds a wave's prefix when it comes: the same one is best in all routers' eyes.
+    """
     found = []
-    for _ in range(WAVES):
+    for number in range(WAVES):
+        source = prompts(
+            prompt_tokens=512, max_tokens=16, templates=1, shared_frac=0.9, seed=100 * seed + number
+        )
+        await ask(graph, source, 1, 1)
+        await asyncio.sleep(0.3)
         at = len(graph.chosen(Role.PREFILL))
         await wave(graph, source, WAVE)
         found.append(max(shares(await picked(graph, Role.PREFILL, at, WAVE)).values()))
-        await asyncio.sleep(0.4)
     return found
 
 
@@ -261,7 +269,7 @@ async def waves(graph: LiveGraph, seed: int) -> list[float]:
 async def test_four_routers_with_one_snapshot_take_new_parameters_and_herd_less_at_random(
     policy: str,
 ) -> None:
-    """Case R3: 10 waves for 50 of 16 requests with one prefix, 4 through each router, a second apart."""
+    """Case R3: 8 waves for 50 of 16 requests with one prefix, 4 through each router, a second apart."""
     async with live_graph("disagg", *fleet(2, 4, 0.5, under(policy)), "PoaRouter.replicas=4") as graph:
         await graph.pin(*BASELINE)
         pinned = await waves(graph, seed=1)
@@ -269,7 +277,7 @@ async def test_four_routers_with_one_snapshot_take_new_parameters_and_herd_less_
 
         operator = await nats.connect(graph.running.nats_url)
         kv = await operator.jetstream().key_value(bucket(graph.namespace))
-        await graph.control(op="release")
+        await release(graph, policy)
         await kv.put(KEY, b'{"router_temperature": 0.7, "overlap_weight": 1}')
         await graph.until(lambda record: record.kind == "external", 3)
         revision = graph.latest.revision
@@ -291,7 +299,7 @@ async def test_four_routers_with_one_snapshot_take_new_parameters_and_herd_less_
             f"R3: busiest share {statistics.mean(pinned):.2f} pinned, {statistics.mean(spread):.2f} at 0.7, "
             f"{statistics.mean(ours):.2f} {policy}"
         )
-        assert statistics.mean(ours) <= statistics.mean(pinned)
+        assert statistics.mean(ours) < statistics.mean(pinned)
 
 
 FLEET_OF_R6 = Fleet(name="", prefill=2, decode=6)
@@ -299,7 +307,7 @@ FLEET_OF_R6 = Fleet(name="", prefill=2, decode=6)
 
 @pytest.mark.parametrize("policy", ["marginal"])
 async def test_a_worker_that_stalls_at_the_knee_loses_its_share_and_gets_it_back(policy: str) -> None:
-    """Case R6: 2P/6D, 48 users for 64 to 96, one seed of three; decode-5 stands still 2 s in every 6.
+    """Case R6: 2P/6D, 32 users for 64 and 96, one seed of three; decode-5 stands still 2 s in every 6.
 
     The bench has it with three seeds (suite `hetero`).
     """
@@ -309,23 +317,23 @@ async def test_a_worker_that_stalls_at_the_knee_loses_its_share_and_gets_it_back
         source = unique(128, 32, seed=1)
         child = graph.running.process("decode-1")
         await graph.pin(*BASELINE)
-        await ask(graph, source, 100, 48)
-        control = await ask(graph, source, 200, 48)
+        await ask(graph, source, 60, 32)
+        control = await ask(graph, source, 150, 32)
         async with stalling(stall, lambda: child.pid, CLOCK):
-            pinned = await ask(graph, source, 450, 48)
+            pinned = await ask(graph, source, 320, 32)
         await graph.idle()
         poa_control = graph.latest.poa_hat
         await release(graph, policy)
         async with stalling(stall, lambda: child.pid, CLOCK):
             first_stall_s = graph.latest.at_s + stall.period_s - stall.stall_s
             at = len(graph.chosen(Role.DECODE))
-            ours = await ask(graph, source, 600, 48)
+            ours = await ask(graph, source, 420, 32)
             poa = graph.latest.poa_hat
-        await ask(graph, source, 200, 48)  # it may be on its way back
-        after = await ask(graph, source, 200, 48)
+        await ask(graph, source, 120, 32)  # it may be on its way back
+        after = await ask(graph, source, 150, 32)
         names = worker_names(graph.running, Policy(name="", plugin="active"), FLEET_OF_R6)
         (stalled,) = (worker for worker, name in names.items() if name == "decode-5")
-        late = [e for e in picks(graph, Role.DECODE, at)[:600] if e.at_s > first_stall_s + SETTLE_S]
+        late = [e for e in picks(graph, Role.DECODE, at)[:420] if e.at_s > first_stall_s + SETTLE_S]
         share = shares(late).get(stalled, 0.0)
         told = {"control": control, "pinned": pinned, policy: ours, "after": after}
         print(
@@ -347,7 +355,10 @@ LEAST_GAP_S = {"marginal": 4.9, "auto": 3.9}
 
 @pytest.mark.parametrize("policy", ["marginal", "auto"])
 async def test_waves_are_spread_and_move_the_parameters_rarely(policy: str) -> None:
-    """Case R7: 2P/6D, 6 waves of 80 requests for 20, every 3.5 s; then the same at random, 8 s."""
+    """Case R7: 2P/6D, 6 waves of 80 requests for 20, every 3.5 s; then the same at random, 8 s.
+
+    The regime goes with the waves, one step each way (CASES.md); what routers are told does not.
+    """
     async with live_graph("disagg", *fleet(2, 6, 1.0, under(policy))) as graph:
         source = unique(512, 32, seed=1)
         seen = 0
@@ -357,17 +368,18 @@ async def test_waves_are_spread_and_move_the_parameters_rarely(policy: str) -> N
             await wave(graph, source, 80)
             assert max(shares(await picked(graph, Role.DECODE, at, 80)).values()) <= 2 / 6
             if number == 2:
-                seen = len(graph.telemetry)
+                seen = len(graph.heartbeats)
             await asyncio.sleep(max(due_s - CLOCK.monotonic_s(), 0))
-        in_waves = graph.telemetry
-        changes = sum(a != b for a, b in itertools.pairwise(levels(in_waves[seen:])))
-        assert changes <= 2
-        issued = {beat.params.revision: beat.params.issued_at_s for beat in graph.heartbeats}
-        gaps_s = [
-            later - earlier for earlier, later in itertools.pairwise(issued[r] for r in sorted(issued)[1:])
-        ]
+        records = [beat.params for beat in graph.heartbeats]
+        moved = [now for before, now in itertools.pairwise(records) if before.setting != now.setting]
+        print(
+            f"R7 {policy}:",
+            [(record.issued_at_s - records[0].issued_at_s, record.reason) for record in moved],
+        )
+        assert sum(record.revision > records[seen].revision for record in moved) <= 2
+        gaps_s = [later.issued_at_s - earlier.issued_at_s for earlier, later in itertools.pairwise(moved)]
         assert all(gap_s >= LEAST_GAP_S[policy] for gap_s in gaps_s)
-        highest, steady = max(levels(in_waves)), len(graph.telemetry)
+        highest, steady = max(levels(graph.telemetry)), len(graph.telemetry)
         await graph.idle()
         rng, answers = random.Random(1), list[asyncio.Task[Result]]()
         until_s = CLOCK.monotonic_s() + 8
