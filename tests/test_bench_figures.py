@@ -226,14 +226,15 @@ def test_the_relay_is_judged_beside_its_neighbours_and_by_the_token():
     goals = {measure.key: measure.goal for measure in figure.measures if measure.reached is not None}
     assert goals["aggregated_engine_bound_relay_throughput_ratio"] == ">= 0.92 x"
     assert goals["both_legs_engine_bound_relay_throughput_ratio"] == ">= 0.9 x"
-    assert not [key for key in goals if "cpu_bound" in key]  # there the processors are what limits
+    # Beside the goals: there the processors are what limits, or have their say.
+    assert not [key for key in goals if "cpu_bound" in key or "full_speed" in key]
     assert len(goals) == 8
     assert len({measure.key for measure in figure.measures}) == len(figure.measures)
 
 
 def test_a_relay_with_failed_requests_is_void():
     """Requests that fail fast look like throughput."""
-    with pytest.raises(MeasurementError, match="4 requests failed"):
+    with pytest.raises(MeasurementError, match="6 requests failed"):
         relay.figure(relayed(long=[turn(failed=1)]))
 
 
