@@ -5,7 +5,7 @@ Does not own: one turn and what is counted in it (turns.py), the relay's figures
 Invariant: like is compared with like: a variant's yardstick hands the KV cache over in the same way, has the
            same workers, the same prompts and the same place in time, turn by turn.
 Source: CPU of processes as proc(5) counts it. At `cpu-bound` the workers are faster than the machine, on
-        purpose: there every microsecond of the hop shows as lost throughput. At `engine-bound` the mock
+        purpose: there every microsecond of the hop shows as lost throughput. At `full-speed` the mock
         engine takes the time of the GPU it simulates, and the hop shows as latency while it keeps up.
 """
 
@@ -57,7 +57,7 @@ class Pair(msgspec.Struct, frozen=True, kw_only=True):
 
 POINTS = (
     Point(name="cpu-bound", speedup=10, costs=True),
-    Point(name="engine-bound", speedup=1),
+    Point(name="full-speed", speedup=1),
 )
 PAIRS = (
     Pair(legs="[prefill]", handover="sequential", plugin=(KV_ROUTING,), goal=GOAL_PREFILL),

@@ -4,9 +4,10 @@ Owns: the topologies, how turns alternate, the goals, the figure.
 Does not own: one turn and what is counted in it (turns.py), the stream path's own figure (hop.py).
 Invariant: native, relay and stream have the same workers, the same prompts and the same place in time: each
            ratio is of turns that stand beside each other.
-Source: goals: issue 4. Two operating points as in hop.py: at `cpu-bound` the workers are faster than the
-        machine, and every microsecond of the hop shows as lost throughput, without a goal: such a run says
-        nothing of a fleet; at `engine-bound` the mock engine takes the time of the GPU it simulates.
+Source: goals: issue 4. At `cpu-bound` the workers are faster than the machine, and every microsecond of the
+        hop shows as lost throughput, without a goal: such a run says nothing of a fleet. At `full-speed` the
+        mock engine takes the time of the GPU it simulates, and with both legs on two cores the processors
+        still have their say. At `engine-bound` it takes twice that: there the goals stand.
 """
 
 from collections.abc import Callable
@@ -55,7 +56,8 @@ class Topology(msgspec.Struct, frozen=True, kw_only=True):
 
 POINTS = (
     Point(name="cpu-bound", speedup=10, costs=True),
-    Point(name="engine-bound", speedup=1, judged=True),
+    Point(name="full-speed", speedup=1),
+    Point(name="engine-bound", speedup=0.5, judged=True),
 )
 TOPOLOGIES = (
     Topology(
@@ -149,14 +151,7 @@ def figure(found: dict[tuple[str, str], Comparison]) -> Figure:
             measures += _ratios(point, topology, one)
             if point.costs:
                 measures += _costs(topology, one)
-        native = [turn for topology in TOPOLOGIES for turn in found[point.name, topology.name].native]
-        conditions.append(
-            f"{point.name}: engine at {point.speedup:g} x its GPU's speed; while native serves the machine "
-            f"is {median(t.machine_busy_frac for t in native):.0%} busy; load client "
-            f"{median(t.client_cpu_s / t.seconds for t in native):.2f} cores, the graphs that wait "
-            f"{median(t.idle_graph_cpu_s / t.seconds for t in native):.2f}, what else this machine does "
-            f"{median(t.others_cpu_s / t.seconds for t in native):.2f}"
-        )
+            conditions.append(_condition(point, topology, one))
     turns = len(next(iter(found.values())).native)
     return Figure(
         name="relay",
@@ -169,6 +164,19 @@ def figure(found: dict[tuple[str, str], Comparison]) -> Figure:
             *conditions,
             "router CPU is that of its whole process, Dynamo's own threads included, both legs together",
         ),
+    )
+
+
+def _condition(point: Point, topology: Topology, one: Comparison) -> str:
+    """Tell how busy the machine was: a ratio of two runs that share too few processors is no hop's."""
+    native, relay = one.native, one.relay
+    return (
+        f"{point.name}, {topology.name}: engine at {point.speedup:g} x its GPU's speed; the machine is "
+        f"{median(t.machine_busy_frac for t in native):.0%} busy while native serves and "
+        f"{median(t.machine_busy_frac for t in relay):.0%} while the relay does; load client "
+        f"{median(t.client_cpu_s / t.seconds for t in native):.2f} cores, the graphs that wait "
+        f"{median(t.idle_graph_cpu_s / t.seconds for t in native):.2f}, what else this machine does "
+        f"{median(t.others_cpu_s / t.seconds for t in native):.2f}"
     )
 
 
