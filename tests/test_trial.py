@@ -100,6 +100,22 @@ def test_requests_decided_under_another_revision_are_not_judged():
     assert bench.trial.slots[0].all.count == 1
 
 
+def test_a_new_record_of_the_same_setting_does_not_end_a_slot():
+    """A regime that falls during a candidate's turn is recorded anew: no request is missed for it."""
+    bench = Bench()
+    bench.view()
+    bench.slot()
+    begun = bench.at_s
+    while len(bench.trial.slots) == 2 and bench.verdict is None:
+        if bench.at_s == begun + 1.5:
+            bench.revision += 1
+        bench.view(*[bench.outcome()] * 2, arrived=2)
+    assert bench.verdict is None
+    slot = bench.trial.slots[1]
+    assert slot.revisions == (2, 3)
+    assert (slot.early.count, slot.arrived) == (24, 24)
+
+
 def test_a_request_that_ends_late_counts_for_its_own_slot_as_long_as_for_any_other():
     """Two slots after its own; what has no end by then is missing from both arms alike."""
     bench = Bench()

@@ -34,6 +34,7 @@ FAILURE_FACTOR = 2.0  # ... and so many times as many as under the setting in fo
 class Slot(msgspec.Struct, frozen=True, kw_only=True):
     """One setting's turn.
 
+    revisions:        of the records that have put its setting in force: a change of regime makes another
     arrived_before:   requests since the controller's start when judging began; None before, or unknown
     arrived:          of those judged; 0 while unknown
     early, all:       requests that had ended by the slot's own end, and by the time it is judged
@@ -41,7 +42,7 @@ class Slot(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     candidate: bool
-    revision: int
+    revisions: tuple[int, ...]
     from_s: float
     until_s: float
     arrived_before: int | None = None
@@ -55,7 +56,7 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
     """Two settings under comparison.
 
     asked_at_s:  since when the next slot's setting has been asked for; None while a slot runs
-    slots:       those begun; of the last pairs and of those judged
+    slots:       those begun
     changes:     of the pairs judged
     """
 
@@ -83,6 +84,7 @@ def advance(trial: Trial, view: View, config: PolicyConfig) -> tuple[Trial, Verd
 
     Bad news counts at once: failures, an operator, a slot that is far worse than the one before it.
     """
+    trial = _followed(trial, view)
     trial = msgspec.structs.replace(
         trial, slots=tuple(_with_outcomes(slot, view, config) for slot in trial.slots)
     )
@@ -102,7 +104,7 @@ def advance(trial: Trial, view: View, config: PolicyConfig) -> tuple[Trial, Verd
         if view.in_force == trial.setting:  # one that goes on is in force already
             slot = Slot(
                 candidate=_is_candidates(len(trial.slots)),
-                revision=view.revision,
+                revisions=(view.revision,),
                 from_s=view.at_s + config.settle_s,
                 until_s=view.at_s + config.slot_s,
             )
@@ -116,14 +118,29 @@ def _is_candidates(number: int) -> bool:
     return number % 4 in (1, 2)
 
 
+def _followed(trial: Trial, view: View) -> Trial:
+    """Take in that the running slot's setting is in force under another revision.
+
+    Source:  controller.py: a record carries the regime, so a change of regime makes a new one of the same
+             setting. Its requests would be missing, and look as if they did not end.
+    """
+    if trial.asked_at_s is not None or view.in_force != trial.setting:
+        return trial
+    slot = trial.slots[-1]
+    if view.revision in slot.revisions:
+        return trial
+    slot = msgspec.structs.replace(slot, revisions=(*slot.revisions, view.revision))
+    return msgspec.structs.replace(trial, slots=(*trial.slots[:-1], slot))
+
+
 def _with_outcomes(slot: Slot, view: View, config: PolicyConfig) -> Slot:
-    """Count the requests that were decided within the slot, under its own revision."""
+    """Count the requests that were decided within the slot, under a revision of its own."""
     if view.at_s < slot.from_s or view.at_s > slot.until_s + LATE_SLOTS * config.slot_s:
         return slot
     ours = [
         outcome
         for outcome in view.outcomes
-        if outcome.revision == slot.revision and slot.from_s <= outcome.decided_at_s < slot.until_s
+        if outcome.revision in slot.revisions and slot.from_s <= outcome.decided_at_s < slot.until_s
     ]
     well = [outcome for outcome in ours if not outcome.failed]
     everyone = slot.all.with_requests(well)
