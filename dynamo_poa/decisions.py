@@ -340,14 +340,16 @@ class DecisionLog:
         """Take in the end of a leg; tell whether its request was refused by it.
 
         A request has fared well when its answering leg has, and badly when any leg failed or was refused,
-        which is told once: its other leg may end as refused, too, or not be heard of again.
+        which is told once: its other leg may fail or be refused, too, or not be heard of again.
         """
         request = self.flight.get(event.request_id)
         refused = self.flight.ended(event, at_s)
+        if request is not None and request.told:
+            return refused
         if refused or (event.outcome is Outcome.FAILED and request is not None):
             decided_at_s = at_s if request is None else request.decided_at_s
             revision = revision if request is None else request.revision
-            self._tell(RequestOutcome(revision=revision, decided_at_s=decided_at_s, failed=True))
+            self._tell(RequestOutcome(revision=revision, decided_at_s=decided_at_s, failed=True), event)
         elif event.outcome is Outcome.OK and event.role in self._answering and request is not None:
             e2e_s = event.at_s - request.received_at_s
             self._tell(
@@ -356,10 +358,14 @@ class DecisionLog:
                     decided_at_s=request.decided_at_s,
                     ttft_s=request.ttft_s,
                     e2e_s=e2e_s if 0 < e2e_s <= MAX_TTFT_S else None,
-                )
+                ),
+                event,
             )
         return refused
 
-    def _tell(self, outcome: RequestOutcome) -> None:
+    def _tell(self, outcome: RequestOutcome, event: wire.Ended) -> None:
+        request = self.flight.get(event.request_id)
+        if request is not None:  # another leg of it may end yet
+            request.told = True
         self.untold += len(self._outcomes) == MAX_OUTCOMES
         self._outcomes.append(outcome)

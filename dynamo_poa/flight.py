@@ -73,6 +73,7 @@ class Request:
     decided_at_s:    when its first decision was heard of
     revision:        of the parameters that one was made under
     ttft_s:          receipt to the answering leg's first token; None before it, and when it is impossible
+    told:            how it fared was told
     prefilled_at_s:  when its prefill leg gave its first token; None before, and where there is no such leg
     refused:         by Dynamo, on one leg
     """
@@ -86,6 +87,7 @@ class Request:
         "received_at_s",
         "refused",
         "revision",
+        "told",
         "ttft_s",
     )
 
@@ -94,6 +96,7 @@ class Request:
         self.decided_at_s = decided_at_s
         self.revision = revision
         self.ttft_s: float | None = None
+        self.told = False
         self.legs: dict[Role, _Leg] = {}
         self.answered = False
         self.has_prefill = False

@@ -339,6 +339,20 @@ def test_a_failure_is_told_once_and_a_caller_who_went_away_is_none(decisions):
     )
 
 
+def test_a_request_both_of_whose_legs_fail_is_one_failure(decisions):
+    """A prefill worker that dies fails both legs of a handed-over request; a trial counts requests."""
+    router = Router()
+    decisions.apply(router.batch(chosen("a", P), chosen("a")), 1.0)
+    decisions.apply(router.batch(ended("a", role=P, outcome=Outcome.FAILED)), 2.0)
+    decisions.apply(router.batch(ended("a", outcome=Outcome.FAILED)), 3.0)
+    decisions.apply(router.batch(ended("b", role=P, outcome=Outcome.SHED)), 4.0)
+    decisions.apply(router.batch(chosen("b"), ended("b", outcome=Outcome.FAILED)), 5.0)
+    assert decisions.take_outcomes() == (
+        RequestOutcome(revision=1, decided_at_s=1.0, failed=True),
+        RequestOutcome(revision=0, decided_at_s=4.0, failed=True),
+    )
+
+
 def test_an_impossible_duration_is_not_told(decisions):
     """S7: a clock that was set back makes no end-to-end time."""
     decisions.apply(Router().batch(chosen("a", at_s=5.0), first("a", 4.0), ended("a", 4.5)), 1.0)
