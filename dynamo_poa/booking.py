@@ -59,7 +59,7 @@ class PinnedBookings:
     """The pinned bookings of one leg. Enter it to send.
 
     subject:  the worker endpoint's, of active_sequences_events
-    untold:   bookings that were not told, because too many waited
+    untold:   bookings that were not told: too many waited, or Dynamo makes nothing of their tokens
     """
 
     def __init__(
@@ -159,6 +159,14 @@ class PinnedBookings:
                     await self._bus.publish(self.subject, self._message(booking, booked, what))
                 except BusError:
                     return False
+                except (
+                    TypeError,
+                    ValueError,
+                    OverflowError,
+                ):  # of the hashes: one request's trouble, no leg's
+                    self.untold += 1
+                    self._events.popleft()
+                    continue
                 self._sequence += 1
                 booked.sent, booked.token_ids = True, ()
             self._events.popleft()

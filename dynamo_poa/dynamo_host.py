@@ -369,14 +369,14 @@ class WorkerPool:
         """
         try:
             scores = await self._router.get_overlap_scores(token_ids)
-        except Exception as error:  # Dynamo raises plain Exception
+            block_size, most = self._block_size, len(token_ids)
+            return {
+                (worker["worker_id"], worker["dp_rank"]): min(int(blocks * block_size), most)
+                for worker in scores["workers"]
+                if (blocks := worker["router_credit_blocks"]) > 0
+            }
+        except Exception as error:  # Dynamo raises plain Exception; another release may answer in other words
             raise Unpicked("failed", str(error)) from error
-        block_size, most = self._block_size, len(token_ids)
-        return {
-            (worker["worker_id"], worker["dp_rank"]): min(int(blocks * block_size), most)
-            for worker in scores["workers"]
-            if (blocks := worker["router_credit_blocks"]) > 0
-        }
 
     def book_pinned(
         self, token_ids: list[int], worker: WorkerKey, uncached_tokens: int, booking: str

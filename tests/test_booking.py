@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamo_poa.booking import GATHER_S, HEARD_S, MAX_UNSENT, RETRY_S, PinnedBookings
+from dynamo_poa.booking import GATHER_S, HEARD_S, MAX_UNSENT, RETRY_S, Hashes, PinnedBookings
 from dynamo_poa.clock import ManualClock
 from dynamo_poa.errors import BusError
 from dynamo_poa.values import WorkerKey
@@ -47,14 +47,10 @@ class FakeBus:
 class World:
     """Bookings on a bus, time by hand."""
 
-    def __init__(self) -> None:
+    def __init__(self, hashes: Hashes = lambda tokens: [2**64 - 1 - len(tokens)]) -> None:
         self.bus, self.clock = FakeBus(), ManualClock()
         self.bookings = PinnedBookings(
-            self.bus,
-            "workers.backend.generate",
-            lambda tokens: [2**64 - 1 - len(tokens)],
-            self.clock,
-            random.Random(1),
+            self.bus, "workers.backend.generate", hashes, self.clock, random.Random(1)
         )
 
     async def __aenter__(self) -> "World":
@@ -172,6 +168,25 @@ async def test_more_than_can_wait_are_not_told_and_counted() -> None:
         assert not world.bookings.add("one more", A, TOKENS, 1)
         assert (world.bookings.untold, world.bookings.open) == (1, MAX_UNSENT)
         world.bus.away = False
+
+
+async def test_tokens_that_dynamo_cannot_hash_are_told_of_by_nobody() -> None:
+    """A request of another's making: it must not end what tells of all the others."""
+
+    def hashes(tokens: Any) -> list[int]:
+        if -1 in tokens:
+            raise OverflowError("can't convert negative int to unsigned")
+        return []
+
+    async with World(hashes) as world:
+        world.bookings.add("bad", A, [-1], 1)
+        world.bookings.add("good", A, TOKENS, 1)
+        await world.settle()
+        assert world.bookings.prefilled("bad")
+        assert world.bookings.free("bad")
+        await world.settle()
+        assert world.bus.said() == [("good", "AddRequest")]
+        assert (world.bookings.untold, world.bookings.open) == (1, 1)
 
 
 async def test_what_is_left_at_the_end_is_sent() -> None:

@@ -21,7 +21,7 @@ from dynamo_poa.dynamo_host import (
     router_override,
     use_relay,
 )
-from dynamo_poa.errors import ConfigError, WorkerUnreachable
+from dynamo_poa.errors import ConfigError, Unpicked, WorkerUnreachable
 from dynamo_poa.values import Address, Booked, Candidate, Role, RouterParams, WorkerKey
 
 PARAMS = RouterParams(revision=3, router_temperature=0.7, overlap_weight=0.1)
@@ -135,6 +135,42 @@ async def test_candidates_are_loads_before_the_prompt_and_what_it_would_add() ->
     assert await pool.candidates([1] * 64) == (Candidate(A, 0, 48, 100, 7, 2, 4),)
     pool = WorkerPool(Router(), None, Role.DECODE, 16, ManualClock())
     assert await pool.candidates([1] * 70) == (Candidate(A, 0, 0, 100, 7, 2, 4),)
+
+
+class Overlaps:
+    """KvRouter's index."""
+
+    def __init__(self, answer: Any) -> None:
+        self.answer = answer
+
+    async def get_overlap_scores(self, token_ids: list[int]) -> Any:
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+
+async def test_cached_tokens_are_the_index_s_blocks_and_no_more_than_the_prompt() -> None:
+    """By rank; ids of workers take all 64 bits. A rank that holds nothing is not named."""
+    big = 2**64 - 1
+    workers = [(A, 0, 2.0), (A, 1, 0.0), (big, 0, 9.5)]
+    answer = {
+        "workers": [
+            {"worker_id": worker, "dp_rank": rank, "router_credit_blocks": blocks}
+            for worker, rank, blocks in workers
+        ]
+    }
+    pool = WorkerPool(Overlaps(answer), None, Role.PREFILL, 16, ManualClock())
+    assert await pool.overlaps([1] * 70) == {(A, 0): 32, (big, 0): 70}
+    assert (await pool.overlaps([1] * 70))[WorkerKey(big, 0)] == 70
+
+
+@pytest.mark.parametrize("answer", [Exception("no index"), {}, {"workers": [{"worker_id": A}]}])
+async def test_an_index_that_does_not_say_leaves_the_choice_to_dynamo(answer: Any) -> None:
+    """It raises plain Exception; another release may answer in other words."""
+    pool = WorkerPool(Overlaps(answer), None, Role.PREFILL, 16, ManualClock())
+    with pytest.raises(Unpicked) as unpicked:
+        await pool.overlaps([1] * 70)
+    assert unpicked.value.reason == "failed"
 
 
 class Client:
