@@ -25,7 +25,10 @@ class AvoidList:
 
     def any(self) -> bool:
         """Tell whether any worker may be avoided now."""
-        return bool(self._until_s)
+        if not self._until_s:
+            return False
+        now_s = self._clock.monotonic_s()
+        return any(until_s > now_s for until_s in self._until_s.values())
 
     def __contains__(self, worker_id: int) -> bool:
         """Tell whether a worker is avoided now."""
