@@ -101,7 +101,8 @@ def social_cost_s(leg: _Leg, model: Model) -> Floats:
     """Return `(n, m)`: what each decision's request would have cost on each candidate; 0 where there is none.
 
     The formulas of marginal.py, of arrays. How many of a worker's requests still wait for their first token
-    is not recorded: as many as make up what is queued at the window's mean prompt, at least one.
+    is not recorded: as many as make up what is queued at the window's mean prompt, at least one. Nor is how
+    far their passes are: the next pass is this prompt's alone.
     """
     base_s, token_s, decode_base_s, request_s, kv_token_s, pressure_s = leg.curves
     output_tokens = model.output_tokens.get(leg.role, OUTPUT_TOKENS)
@@ -113,7 +114,7 @@ def social_cost_s(leg: _Leg, model: Model) -> Floats:
     there_s = np.where(leg.queued > 0, base_s + token_s * leg.queued, 0.0) + own_prefill_s
     cost_s = np.zeros(leg.there.shape)
     if leg.role is not Role.DECODE:
-        cost_s = there_s + arrivals_per_s * there_s * own_prefill_s
+        cost_s = there_s + arrivals_per_s * there_s * token_s * leg.uncached
     if leg.role is Role.AGGREGATED:
         cost_s = TTFT_WEIGHT * cost_s + (leg.active - waiting) * own_prefill_s
     if leg.role is not Role.PREFILL:

@@ -18,9 +18,10 @@ from dynamo_poa.values import KV_LIMIT_FRAC, KV_PRESSURE_FRAC, Curve, Role
 
 NEAR_FRAC = 0.01  # costs as close as this are equal: the models are not better than that
 OUTPUT_TOKENS = 64.0  # expected of a request where nothing is known of the pool
-# A wait before the first token is felt then, and again in the whole. Measured on aggregated workers (hetero):
-# with 1 throughput is had at TTFT's cost (prefill-bound: P99 up by half), with 6 a slow worker is kept busy.
-TTFT_WEIGHT = 3.0
+# On a worker that does both: a wait before the first token is felt then, and again in the whole. Measured
+# (hetero) and simulated: with 1 throughput is had at TTFT's cost; with 10 TTFT is as under Dynamo's selection
+# or better, and throughput stays.
+TTFT_WEIGHT = 10.0
 MIN_GAP_S = 0.3  # a pause shorter than this is no stall, whatever the worker's speed
 STALL_WEIGHT = 3.0  # a stall hits the tail: each second of it counts as so many of a mean
 _UNPRESSED = 1 / (1 - KV_PRESSURE_FRAC / KV_LIMIT_FRAC)
@@ -33,6 +34,10 @@ class Load(Protocol):
     waiting:        requests before it
     queued_tokens:  prompt tokens the waiting ones still have to have computed
     kv_tokens:      of both, prompt and half of the output expected
+    joining:        of the waiting, those that came since the pass began that the worker is at: they wait for
+                    the next, with whoever comes before it begins
+    joining_tokens: of their prompts
+    moved_at_s:     when that pass began
     """
 
     @property
@@ -43,6 +48,12 @@ class Load(Protocol):
     def queued_tokens(self) -> float: ...  # noqa: D102
     @property
     def kv_tokens(self) -> float: ...  # noqa: D102
+    @property
+    def joining(self) -> float: ...  # noqa: D102
+    @property
+    def joining_tokens(self) -> float: ...  # noqa: D102
+    @property
+    def moved_at_s(self) -> float: ...  # noqa: D102
 
 
 class Loads(NamedTuple):
@@ -52,24 +63,33 @@ class Loads(NamedTuple):
     waiting: float = 0.0
     queued_tokens: float = 0.0
     kv_tokens: float = 0.0
+    joining: float = 0.0
+    joining_tokens: float = 0.0
+    moved_at_s: float = 0.0
 
 
 class Room(NamedTuple):
-    """What a worker can hold at once; beyond it requests wait."""
+    """What a worker can hold at once; beyond it requests wait.
+
+    batch_tokens:  prompt tokens that a pass computes at most
+    """
 
     requests: float = math.inf
     kv_tokens: float = math.inf
+    batch_tokens: float = math.inf
 
 
 class Ask(NamedTuple):
     """What is asked for: the same on every worker.
 
     arrivals_per_s:  requests that a worker of this leg is sent, mean over workers
+    at_s:            now, on the clock of Load.moved_at_s
     """
 
     prompt_tokens: float
     output_tokens: float = OUTPUT_TOKENS
     arrivals_per_s: float = 0.0
+    at_s: float = 0.0
 
 
 def pressure(kv_frac: float) -> float:
@@ -99,13 +119,37 @@ def backlog_s(curve: Curve, load: Load) -> float:
 def prefill_cost_s(curve: Curve, load: Load, uncached_tokens: float, ask: Ask, room: Room) -> float:
     """Return the cost on a prefill worker.
 
-    (B + p) + lambda (B + p) p         B: backlog, p: this prompt, lambda: ask.arrivals_per_s
+        T + (j + lambda T) a s          T = |b + a Q - age| + b + a (J + s)
 
-    The second term is the delay of those that come while this request is there: they wait p longer.
+    T is the time to the first token: what is left of the pass that computes Q tokens, if any, and the next
+    one, which computes this prompt's s and J of the j that wait for it too. Those j, and those that come
+    while this request is there, wait a s longer for it. The base b they share: a pass comes in any case.
+
+    A pass that takes longer than it should is as likely to take that much longer still.
     """
-    own_s = curve.prefill_base_s + curve.prefill_token_s * uncached_tokens
-    there_s = backlog_s(curve, load) + own_s
-    return there_s + ask.arrivals_per_s * there_s * own_s
+    wait_s, _ = _wait(curve, load, uncached_tokens, ask, room)
+    behind = load.joining + ask.arrivals_per_s * wait_s
+    return wait_s + behind * curve.prefill_token_s * uncached_tokens
+
+
+def _wait(curve: Curve, load: Load, uncached_tokens: float, ask: Ask, room: Room) -> tuple[float, float]:
+    """Return how long the first token takes, and how much longer the next pass for this prompt.
+
+    Prompts of more than a pass takes are computed in several, each with its base.
+    """
+    base_s, token_s, batch = curve.prefill_base_s, curve.prefill_token_s, room.batch_tokens
+    joining, joining_tokens = load.joining, load.joining_tokens
+    rest_s = 0.0
+    if load.waiting > joining:
+        computing = load.queued_tokens - joining_tokens
+        passes = math.ceil(computing / batch) if computing > batch else 1
+        rest_s = abs(passes * base_s + token_s * computing - (ask.at_s - load.moved_at_s))
+    tokens = joining_tokens + uncached_tokens
+    before, passes = (1 if joining else 0), 1
+    if tokens > batch:
+        before, passes = math.ceil(joining_tokens / batch), math.ceil(tokens / batch)
+    wait_s = rest_s + passes * base_s + token_s * tokens
+    return wait_s, (passes - before) * base_s + token_s * uncached_tokens
 
 
 def decode_cost_s(curve: Curve, load: Load, uncached_tokens: float, ask: Ask, room: Room) -> float:
@@ -134,14 +178,16 @@ def decode_cost_s(curve: Curve, load: Load, uncached_tokens: float, ask: Ask, ro
 
 
 def aggregated_cost_s(curve: Curve, load: Load, uncached_tokens: float, ask: Ask, room: Room) -> float:
-    """Return the cost on a worker that does both: TTFT_WEIGHT x prefill's, decode's, and x p.
+    """Return the cost on a worker that does both: TTFT_WEIGHT x prefill's, decode's, and x e.
 
-    While this prompt is computed the x requests that decode already stand still.
+    While this prompt is computed the x requests that decode already stand still: e = b [j = 0] + a s, for
+    with others that wait the pass is due anyway.
     """
-    own_s = curve.prefill_base_s + curve.prefill_token_s * uncached_tokens
+    wait_s, longer_s = _wait(curve, load, uncached_tokens, ask, room)
+    behind = load.joining + ask.arrivals_per_s * wait_s
     return (
-        TTFT_WEIGHT * prefill_cost_s(curve, load, uncached_tokens, ask, room)
-        + load.running * own_s
+        TTFT_WEIGHT * (wait_s + behind * curve.prefill_token_s * uncached_tokens)
+        + load.running * longer_s
         + decode_cost_s(curve, load, uncached_tokens, ask, room)
     )
 

@@ -32,6 +32,7 @@ from dynamo_poa.marginal import (
 )
 from dynamo_poa.neighbours import Neighbours
 from dynamo_poa.values import Candidate, Curve, Role, WorkerCard, WorkerKey
+from dynamo_poa.wire import MAX_CANDIDATES
 
 # A worker that is dear to all gets nothing, so nobody learns when it is well again. After PROBE_S without a
 # request it gets one, at most one in PROBE_PICKS of the leg's: too few to show in a P99.
@@ -112,7 +113,7 @@ class Picker:
         Args:     cached_tokens: of the prompt, by rank; absent is none.
                   tried: workers that another comes before.
                   reachable: only a worker whose card says where decode workers find it is well.
-                  record: also tell all candidates.
+                  record: also tell all candidates, unless they are more than a decision may name.
         Raises:   Unpicked when there is no worker, or one of which no speed is known.
         """
         role, now_s, rows = self._role, self._now_s(), self._live()
@@ -122,6 +123,7 @@ class Picker:
             prompt_tokens,
             self.output_tokens(most_output_tokens),
             self.ledger.arrivals_per_s() * speeds.routers / len(rows),
+            now_s,
         )
         cost, work_of, latest_s = COST[role], self.ledger.work, self.ledger.latest_s()
         beside = self._beside(speeds.routers)
@@ -145,6 +147,7 @@ class Picker:
         if place is None:
             place = places[choose([costs_s[well] for well in places], self._rng)]
         key = rows[place][0]
+        record = record and len(rows) <= MAX_CANDIDATES
         candidates = self._candidates(rows, prompt_tokens, cached_tokens) if record else ()
         return Picked(key, max(prompt_tokens - cached_tokens.get(key, 0), 0), candidates)
 
@@ -193,7 +196,8 @@ class Picker:
             if rows[place][0].worker_id not in self._avoid
             and not (reachable and rows[place][1].bootstrap_port is None)
         ]
-        return [place for place in untried if place in set(well)] or well or untried or everyone
+        both = [place for place in well if rows[place][0].worker_id not in tried] if tried else well
+        return both or well or untried or everyone
 
     def _unheard_of(
         self, rows: list[tuple[WorkerKey, WorkerCard, Room]], places: list[int], now_s: float
@@ -275,4 +279,6 @@ def _room(card: WorkerCard) -> Room:
         room = room._replace(requests=card.max_num_seqs)
     if card.total_kv_blocks is not None:
         room = room._replace(kv_tokens=card.total_kv_blocks * card.kv_block_size)
+    if card.max_num_batched_tokens is not None:
+        room = room._replace(batch_tokens=card.max_num_batched_tokens)
     return room

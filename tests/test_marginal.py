@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from dynamo_poa import fitting, latency
 from dynamo_poa.marginal import (
+    TTFT_WEIGHT,
     Ask,
     Loads,
     Room,
@@ -30,10 +31,10 @@ amounts = st.integers(0, 500)
 
 
 def test_a_prefill_worker_costs_its_backlog_the_prompt_and_the_delay_of_those_behind() -> None:
-    """(B + p) + lambda (B + p) p: B = 2 + 30 ms, p = 2 + 20 ms, two arrivals a second."""
+    """T + lambda T a s: T = 2 + 30 ms of those computed, 2 + 20 ms of the own, two arrivals a second."""
     load = Loads(running=3, waiting=2, queued_tokens=300)
     cost_s = prefill_cost_s(CURVE, load, 200, Ask(1000, arrivals_per_s=2.0), ROOM)
-    assert cost_s == pytest.approx(0.054 + 2.0 * 0.054 * 0.022)
+    assert cost_s == pytest.approx(0.054 + 2.0 * 0.054 * 0.02)
 
 
 def test_a_decode_worker_costs_the_own_passes_and_what_each_gains_for_those_there() -> None:
@@ -51,9 +52,11 @@ def test_kv_tokens_cost_the_own_and_everybodys() -> None:
 
 
 def test_an_aggregated_worker_costs_both_and_those_who_stand_still_meanwhile() -> None:
-    """Prefill's cost thrice, decode's, and x p for the four that decode already."""
+    """Prefill's cost with its weight, decode's, and x p for the four that decode already."""
     load, ask = Loads(running=4, waiting=1, queued_tokens=100, kv_tokens=900), Ask(300, 40, 1.5)
-    both_s = 3 * prefill_cost_s(CURVE, load, 200, ask, ROOM) + decode_cost_s(CURVE, load, 200, ask, ROOM)
+    both_s = TTFT_WEIGHT * prefill_cost_s(CURVE, load, 200, ask, ROOM) + decode_cost_s(
+        CURVE, load, 200, ask, ROOM
+    )
     assert aggregated_cost_s(CURVE, load, 200, ask, ROOM) == pytest.approx(both_s + 4 * 0.022)
 
 
@@ -138,3 +141,45 @@ def test_of_costs_within_a_percent_any_is_chosen() -> None:
     assert {place: chosen.count(place) > 50 for place in set(chosen)} == {0: True, 1: True, 3: True}
     assert choose([2.0, 1.0, 3.0], random.Random(1)) == 1
     assert choose([0.0, 0.0], random.Random(3)) in (0, 1)
+
+
+def test_a_prompt_shares_the_next_pass_with_those_that_wait_for_it() -> None:
+    """Two of 150 tokens wait for it, of 2 ms and 0.1 ms a token; one of 300 is being computed since 12 ms."""
+    load = Loads(running=3, waiting=3, queued_tokens=450, joining=2, joining_tokens=150, moved_at_s=1000.0)
+    ask = Ask(1000, arrivals_per_s=2.0, at_s=1000.012)
+    wait_s = (0.032 - 0.012) + 0.002 + 0.035
+    expected = wait_s + 2 * 0.02 + 2.0 * wait_s * 0.02
+    assert prefill_cost_s(CURVE, load, 200, ask, ROOM) == pytest.approx(expected)
+    alone = load._replace(waiting=1, queued_tokens=300, joining=0, joining_tokens=0)
+    wait_s = (0.032 - 0.012) + 0.022
+    assert prefill_cost_s(CURVE, alone, 200, ask, ROOM) == pytest.approx(wait_s + 2.0 * wait_s * 0.02)
+
+
+def test_who_decodes_stands_still_for_the_base_only_where_no_pass_was_due() -> None:
+    """With a prompt that waits already, this one makes the four wait for its tokens alone."""
+    alone = Loads(running=4)
+    joined = Loads(running=4, waiting=1, queued_tokens=100, joining=1, joining_tokens=100)
+    decode_s = [decode_cost_s(CURVE, load, 0, Ask(300, 40), ROOM) for load in (alone, joined)]
+    costs = [aggregated_cost_s(CURVE, load, 200, Ask(300, 40), ROOM) for load in (alone, joined)]
+    assert costs[0] == pytest.approx(TTFT_WEIGHT * 0.022 + 4 * 0.022 + decode_s[0])
+    assert costs[1] == pytest.approx(TTFT_WEIGHT * (0.032 + 0.02) + 4 * 0.02 + decode_s[1])
+
+
+def test_a_pass_that_is_overdue_is_waited_for_as_long_again() -> None:
+    """32 ms it should have taken; 50 ms have gone: no sign that it is about to end."""
+    load = Loads(waiting=1, queued_tokens=300, moved_at_s=0.0)
+    assert prefill_cost_s(CURVE, load, 0, Ask(0, at_s=0.05), ROOM) == pytest.approx(0.018 + 0.002)
+
+
+def test_prompts_beyond_what_a_pass_takes_cost_another() -> None:
+    """Of 100 tokens a pass: 120 wait already, in two passes; 200 more make it four, two of them for this."""
+    room, load = Room(batch_tokens=100), Loads(waiting=1, queued_tokens=120, joining=1, joining_tokens=120)
+    ask, wait_s = Ask(0, arrivals_per_s=5.0), 4 * 0.002 + 0.032
+    expected = wait_s + 0.02 + 5.0 * wait_s * 0.02
+    assert prefill_cost_s(CURVE, load, 200, ask, room) == pytest.approx(expected)
+    decoding = load._replace(running=1)
+    costs = [aggregated_cost_s(CURVE, at, 200, ask, room) for at in (load, decoding)]
+    decode_s = [decode_cost_s(CURVE, at, 200, ask, room) for at in (load, decoding)]
+    assert costs[1] - costs[0] == pytest.approx(2 * 0.002 + 0.02 + decode_s[1] - decode_s[0])
+    computing = Loads(waiting=1, queued_tokens=120)
+    assert prefill_cost_s(CURVE, computing, 0, Ask(0), room) == pytest.approx(2 * 0.002 + 0.012 + 0.002)

@@ -84,9 +84,9 @@ async def test_another_routers_request_is_followed_from_its_choice_to_its_end() 
     """Uncached prompt tokens until the first token; prompt and half of 64 output tokens to the end."""
     world = World()
     world.say(chosen())
-    assert world.ledger.work(KEY).all() == Loads(0, 1, 36, 132)
+    assert world.ledger.work(KEY).all()[:4] == (0, 1, 36, 132)
     world.say(first())
-    assert world.ledger.work(KEY).all() == Loads(1, 0, 0, 132)
+    assert world.ledger.work(KEY).all()[:4] == (1, 0, 0, 132)
     world.say(ended())
     assert world.ledger.in_flight() == Loads(0, 0, 0, 0)
 

@@ -22,6 +22,7 @@ from dynamo_poa.booking import PinnedBookings
 from dynamo_poa.clock import Clock, SystemClock
 from dynamo_poa.coefficients import CoefficientsHolder
 from dynamo_poa.ledger import Ledger
+from dynamo_poa.marginal import Loads
 from dynamo_poa.picker import Picker
 from dynamo_poa.trip import LegMeans, RouterStats, Sampler, Trip
 from dynamo_poa.values import Curve, Outcome, Role, RouterParams, Selection, WorkerCard, WorkerKey
@@ -197,7 +198,7 @@ async def _decide(kind: Kind, rounds: int) -> dict[Selection, list[float]]:
                     spent[selection].append((time.thread_time() - before_s) / BATCH)
         for trip in running:
             trip.end(Outcome.OK, None)
-    if set(fleet.stats.marginal) != {"picked"} or fleet.ledger.in_flight() != (0, 0, 0, 0):
+    if set(fleet.stats.marginal) != {"picked"} or fleet.ledger.in_flight() != Loads():
         raise MeasurementError(f"decisions went astray: {dict(fleet.stats.marginal)}")
     return spent
 
