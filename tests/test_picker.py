@@ -15,7 +15,7 @@ from dynamo_poa.errors import Unpicked
 from dynamo_poa.ledger import Ledger, Ticket
 from dynamo_poa.picker import Picked, Picker
 from dynamo_poa.values import Candidate, Curve, Role, WorkerCard, WorkerKey
-from dynamo_poa.wire import Coefficients, PoolSpeed, WorkerSpeed
+from dynamo_poa.wire import MAX_CANDIDATES, Coefficients, PoolSpeed, WorkerSpeed
 
 C = 3
 FAST = Curve(prefill_base_s=0.002, prefill_token_s=0.0001, decode_base_s=0.006, decode_request_s=0.00025)
@@ -280,6 +280,27 @@ async def test_candidates_are_recorded_as_dynamo_would_tell_them() -> None:
     )
     decode = World(Role.DECODE).pick(100, record=True)
     assert [candidate.uncached_tokens for candidate in decode.candidates] == [0, 0, 0]
+
+
+async def test_more_candidates_than_a_decision_may_name_are_not_recorded() -> None:
+    """The controller would refuse the whole batch."""
+    world = World(data_parallel_size=342)
+    assert len(world.directory.ranks(Role.AGGREGATED)) == MAX_CANDIDATES + 2
+    assert world.pick(record=True).candidates == ()
+    world.directory.remove(C)
+    assert len(world.pick(record=True).candidates) == 684
+
+
+async def test_an_avoided_worker_is_a_choice_again_when_its_time_is_over() -> None:
+    """By itself: nobody else need have failed since."""
+    world = World()
+    world.avoid.add(A)
+    assert world.avoid.any()
+    assert {world.pick().worker.worker_id for _ in range(40)} == {B, C}
+    await world.clock.advance(15.0)
+    world.say(2)
+    assert not world.avoid.any()
+    assert {world.pick().worker.worker_id for _ in range(40)} == {A, B, C}
 
 
 async def test_a_request_is_not_expected_to_make_more_than_it_asks_for() -> None:
