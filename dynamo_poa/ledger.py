@@ -12,20 +12,25 @@ import math
 from collections.abc import Callable, Collection, Iterable
 
 from dynamo_poa.clock import Clock
-from dynamo_poa.marginal import MIN_GAP_S, Loads, patience_s
+from dynamo_poa.marginal import MIN_GAP_S, Load, Loads, patience_s
 from dynamo_poa.values import Curve, Role, WorkerKey
 from dynamo_poa.wire import WorkerSpeed
 
 STALL_HALF_LIFE_S = 8.0  # of what is remembered: a worker that is well again is used again in two or three
 ARRIVALS_S = 10.0  # arrivals are counted over about so long
+BURST_S = 0.004  # what a pass brings forth comes at once; a longer pause is the next pass
 MEAN_WEIGHT = 0.05  # of the latest request in the mean over requests
 SPARE = 16  # workers that have gone and are kept, at most, beside as many as there are
 MANY = 4096  # works are looked through for some to let go, whoever is there: other routers may name anybody
 
 
+_NOTHING = Loads()
+
+
 class Work:
     """One worker's load (marginal.Load), as this router sees it.
 
+    joining, joining_tokens:  waiting requests that came since the worker began its pass, and their prompts
     blocks:    full KV blocks of the prompts in flight, as Dynamo's router counts them
     curve:     its speed when it was last a candidate; None before, and then no silence is judged
     entered_at_s:  when it was last sent a request, or first seen
@@ -45,8 +50,11 @@ class Work:
         "curve",
         "entered_at_s",
         "foreign",
+        "joining",
+        "joining_tokens",
         "kv_tokens",
         "moved_at_s",
+        "passes",
         "queued_tokens",
         "running",
         "waiting",
@@ -56,6 +64,7 @@ class Work:
         self._ledger, self._now_s = ledger, now_s
         # Whole numbers: adding and taking back floats would leave dust.
         self.running = self.waiting = self.queued_tokens = self.kv_tokens = self.blocks = 0
+        self.joining = self.joining_tokens = self.passes = 0
         self.curve: Curve | None = None
         self.foreign: Loads | None = None
         self.beside: Work | None = None
@@ -68,9 +77,17 @@ class Work:
     def moved(self) -> None:
         """Note progress. Once per chunk, so next to nothing is done."""
         now_s = self._now_s()
+        if now_s - self.moved_at_s > BURST_S:
+            self._pass_ended(now_s)
+        self.moved_at_s = now_s
+
+    def _pass_ended(self, now_s: float) -> None:
+        """Note that the worker has begun its next pass: it has taken in all that waited."""
         if now_s - self.moved_at_s > MIN_GAP_S:
             self._ledger.resumed(self, now_s)
-        self.moved_at_s = now_s
+        if self.joining:
+            self.joining = self.joining_tokens = 0
+            self.passes += 1
 
     def left(self, started: bool) -> None:
         """Count one request less. The last may go in silence: the worker then looks idle, and is not well."""
@@ -102,14 +119,15 @@ class Work:
 
     def all(self) -> Loads:
         """Return this router's load and the others'."""
-        other = self.beside or self.foreign
-        if other is None:
-            return Loads(self.running, self.waiting, self.queued_tokens, self.kv_tokens)
+        other: Load = self.beside or self.foreign or _NOTHING
         return Loads(
             self.running + other.running,
             self.waiting + other.waiting,
             self.queued_tokens + other.queued_tokens,
             self.kv_tokens + other.kv_tokens,
+            self.joining,  # when others' came is not known so exactly: they are taken to be computed
+            self.joining_tokens,
+            self.moved_at_s,
         )
 
     def note_stall(self, stall_s: float, now_s: float) -> None:
@@ -132,10 +150,11 @@ class Work:
 class Ticket:
     """One request's entry; it knows what to take back."""
 
-    __slots__ = ("_blocks", "_ended", "_kv_tokens", "_started", "_uncached_tokens", "work")
+    __slots__ = ("_blocks", "_ended", "_kv_tokens", "_pass", "_started", "_uncached_tokens", "work")
 
-    def __init__(self, work: Work, uncached_tokens: int, kv_tokens: int, blocks: int) -> None:
+    def __init__(self, work: Work, uncached_tokens: int, kv_tokens: int, blocks: int, *, joins: bool) -> None:
         self.work = work
+        self._pass = work.passes if joins else -1  # the one it waits for the end of
         self._uncached_tokens, self._kv_tokens, self._blocks = uncached_tokens, kv_tokens, blocks
         self._started = self._ended = False
 
@@ -145,9 +164,18 @@ class Ticket:
             return
         self._started, work = True, self.work
         work.moved()
+        self._begun()
         work.waiting -= 1
         work.queued_tokens -= self._uncached_tokens
         work.running += 1
+
+    def _begun(self) -> None:
+        """Take it out of those that wait for the next pass, if it is one of them."""
+        work = self.work
+        if self._pass == work.passes:
+            self._pass = -1
+            work.joining -= 1
+            work.joining_tokens -= self._uncached_tokens
 
     def end(self) -> None:
         """Take all back; once."""
@@ -156,6 +184,7 @@ class Ticket:
         self._ended, work = True, self.work
         work.left(self._started)
         if not self._started:
+            self._begun()
             work.queued_tokens -= self._uncached_tokens
         work.kv_tokens -= self._kv_tokens
         work.blocks -= self._blocks
@@ -200,8 +229,12 @@ class Ledger:
         work, now_s = self.work(key), self._now_s()
         kept = math.exp(-max(now_s - self._arrived_at_s, 0.0) / ARRIVALS_S)
         self._arrivals_per_s, self._arrived_at_s = self._arrivals_per_s * kept + 1 / ARRIVALS_S, now_s
+        joins = work.busy and self.role is not Role.DECODE
         if not work.busy:
-            work.moved_at_s = now_s  # it had nothing to show
+            work.moved_at_s = now_s  # it had nothing to show, and begins at once
+        if joins:
+            work.joining += 1
+            work.joining_tokens += uncached_tokens
         work.entered_at_s = now_s
         kv_tokens = prompt_tokens + int(output_tokens) // 2
         weight = MEAN_WEIGHT if self._kv_tokens else 1.0
@@ -211,7 +244,7 @@ class Ledger:
         work.queued_tokens += uncached_tokens
         work.kv_tokens += kv_tokens
         work.blocks += blocks
-        return Ticket(work, uncached_tokens, kv_tokens, blocks)
+        return Ticket(work, uncached_tokens, kv_tokens, blocks, joins=joins)
 
     def arrivals_per_s(self) -> float:
         """Return how many requests this leg gets from this router, mean over the last while."""
@@ -277,4 +310,6 @@ class Ledger:
             sum(work.waiting for work in works),
             sum(work.queued_tokens for work in works),
             sum(work.kv_tokens for work in works),
+            sum(work.joining for work in works),
+            sum(work.joining_tokens for work in works),
         )

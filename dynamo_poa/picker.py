@@ -123,6 +123,7 @@ class Picker:
             prompt_tokens,
             self.output_tokens(most_output_tokens),
             self.ledger.arrivals_per_s() * speeds.routers / len(rows),
+            now_s,
         )
         cost, work_of, latest_s = COST[role], self.ledger.work, self.ledger.latest_s()
         beside = self._beside(speeds.routers)
@@ -278,4 +279,6 @@ def _room(card: WorkerCard) -> Room:
         room = room._replace(requests=card.max_num_seqs)
     if card.total_kv_blocks is not None:
         room = room._replace(kv_tokens=card.total_kv_blocks * card.kv_block_size)
+    if card.max_num_batched_tokens is not None:
+        room = room._replace(batch_tokens=card.max_num_batched_tokens)
     return room
