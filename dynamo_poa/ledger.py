@@ -125,9 +125,9 @@ class Work:
             self.waiting + other.waiting,
             self.queued_tokens + other.queued_tokens,
             self.kv_tokens + other.kv_tokens,
-            self.joining,  # when others' came is not known so exactly: they are taken to be computed
-            self.joining_tokens,
-            self.moved_at_s,
+            self.joining + other.joining,
+            self.joining_tokens + other.joining_tokens,
+            max(self.moved_at_s, other.moved_at_s),
         )
 
     def note_stall(self, stall_s: float, now_s: float) -> None:
@@ -290,7 +290,8 @@ class Ledger:
             if not said.queued_prefill_tokens:
                 waiting = 0  # measured: prompts that are computed and not yet handed over count as queued
             kv_tokens = (running + waiting) * self._kv_tokens
-            work.foreign = Loads(running, waiting, waiting * self._uncached_tokens, kv_tokens)
+            queued_tokens = waiting * self._uncached_tokens
+            work.foreign = Loads(running, waiting, queued_tokens, kv_tokens, moved_at_s=self._now_s())
 
     def forget(self, alive: Collection[WorkerKey]) -> None:
         """Let go of workers that have left, once there are many of them; requests still there keep theirs."""

@@ -230,3 +230,18 @@ async def test_a_pick_counts_what_the_others_say_and_else_what_workers_say() -> 
     await world.clock.advance(SILENT_S)
     tell(2)
     assert picker.pick(picker.speeds(), 200, None, {}).worker == (A, 0)
+
+
+async def test_a_pass_is_as_old_as_the_latest_sign_of_it_by_whichever_router() -> None:
+    """Ours idled there for a minute; the other's request is not a minute overdue for that."""
+    world = World()
+    own = Ledger(ROLE, world.clock)
+    work = own.work(KEY)
+    await world.clock.advance(60.0)
+    world.say(chosen())
+    world.say(chosen("q2"))
+    work.beside = world.ledger.work(KEY)
+    assert work.all() == Loads(0, 2, 72, 264, 1, 36, world.clock.monotonic_s())
+    work.beside = None
+    own.take_totals([WorkerSpeed(A, 0, FAST, 100.0, 0, 0, 2, 500)], routers=2)
+    assert work.all().moved_at_s == world.clock.monotonic_s()
