@@ -276,7 +276,7 @@ async def test_what_a_worker_carries_beyond_ours_is_other_routers() -> None:
     enter(ledger, A).first_token()
     enter(ledger, A)
     ledger.take_totals([said(A, 5, 1000, 3, 500), said(B, 2, 300, 0, 0)], routers=4)
-    assert ledger.work(A).foreign == Loads(4, 2, 120, 660)
+    assert ledger.work(A).foreign == Loads(4, 2, 120, 660, moved_at_s=1000.0)
     assert ledger.work(A).all()[:4] == (5, 3, 180, 880)
     ledger.take_totals([said(A, 0, 0, 0, 0)], routers=4)
     assert ledger.work(A).all()[:4] == (1, 1, 60, 220)
@@ -289,7 +289,7 @@ async def test_on_the_decode_leg_what_waits_here_may_run_there() -> None:
     for _ in range(3):
         enter(ledger, A, uncached_tokens=0)
     ledger.take_totals([said(A, 4, 400, 1, 0)], routers=2)
-    assert ledger.work(A).foreign == Loads(2, 0, 0, 220)
+    assert ledger.work(A).foreign == Loads(2, 0, 0, 220, moved_at_s=1000.0)
 
 
 async def test_a_prompt_that_waits_to_be_handed_over_is_no_backlog() -> None:
