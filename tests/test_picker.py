@@ -264,11 +264,12 @@ async def test_with_several_routers_the_others_requests_count_too() -> None:
 async def test_a_worker_we_have_left_alone_is_not_overdue_with_what_others_have_there(role: Role) -> None:
     """A minute without a request of ours: C's two prompts of another router are two, not a minute's wait."""
     world = World(role)
+    world.pick()  # all three are seen
     await world.clock.advance(60.0)
-    for worker in (A, B):
-        for _ in range(3):
-            world.send(worker)
     world.say(2, WorkerSpeed(C, 0, FAST, 100.0, 0, 0, 2, 400), routers=2)
+    for _ in range(3):
+        world.send(A)
+        world.send(B)
     assert world.pick().worker == (C, 0)
 
 
