@@ -9,7 +9,7 @@ Source: cases R3, R7: routers that see one and the same picture choose the same 
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from types import TracebackType
 from typing import Self
 
@@ -32,10 +32,11 @@ _decode = msgspec.msgpack.Decoder(DecisionBatch).decode
 
 
 class _Router:
-    """One other router: when it was last heard, and its requests in flight, oldest first."""
+    """One other router: when it was last heard, its count of batches, its requests, oldest first."""
 
     def __init__(self) -> None:
         self.heard_at_s = 0.0
+        self.sequence = -1
         self.requests: dict[tuple[Role, str], tuple[Ticket, float]] = {}
 
 
@@ -101,7 +102,12 @@ class Neighbours:
                 self.refused["too_many_routers"] += 1
                 return
             router = self._routers[batch.router_id] = _Router()
-        router.heard_at_s = self._now_s()
+        if batch.sequence <= router.sequence:  # the same name counts anew: its requests died with its process
+            self._end_all(router, tuple(Role))
+        router.heard_at_s, router.sequence = self._now_s(), batch.sequence
+        if not batch.events:
+            # Nothing left to report and none of a leg running: the end of those we still hold was lost.
+            self._end_all(router, tuple(role for role in Role if not batch.in_flight.get(role)))
         for event in batch.events:
             if isinstance(event, Chosen):
                 self._chosen(router, event)
@@ -131,6 +137,10 @@ class Neighbours:
         )
         router.requests[key] = ticket, self._now_s()
         self._in_flight += 1
+
+    def _end_all(self, router: _Router, roles: Collection[Role]) -> None:
+        for key in [key for key in router.requests if key[0] in roles]:
+            self._end(router, key)
 
     def _end(self, router: _Router, key: tuple[Role, str]) -> None:
         known = router.requests.pop(key, None)

@@ -48,10 +48,14 @@ class World:
         )
         self.sequence = 0
 
-    def say(self, *events: Any, router_id: str = "r2") -> None:
+    def say(self, *events: Any, router_id: str = "r2", in_flight: int = 0) -> None:
         self.sequence += 1
         batch = DecisionBatch(
-            router_id=router_id, sequence=self.sequence, sent_at_s=self.clock.wall_s(), events=events
+            router_id=router_id,
+            sequence=self.sequence,
+            sent_at_s=self.clock.wall_s(),
+            events=events,
+            in_flight={ROLE: in_flight},
         )
         self.neighbours.receive(msgspec.msgpack.encode(batch))
 
@@ -131,14 +135,33 @@ async def test_the_picture_is_complete_when_all_others_are_heard() -> None:
 
 
 async def test_a_request_whose_end_was_lost_is_let_go_in_the_end() -> None:
-    """Its router lives and says nothing more of it."""
+    """Its router lives, has others running and says nothing more of it."""
     world = World()
     world.say(chosen())
     while world.ledger.in_flight() != Loads(0, 0, 0, 0):
         await world.clock.advance(1.0)
-        world.say()
+        world.say(in_flight=1)
         assert world.clock.monotonic_s() <= 1000.0 + OLD_S + 1.0
     assert world.clock.monotonic_s() >= 1000.0 + OLD_S
+
+
+async def test_a_router_that_has_nothing_running_has_nothing_here() -> None:
+    """The end of what is still held was lost; while it has any the others may be among them."""
+    world = World()
+    world.say(chosen("q1"), chosen("q2"))
+    world.say(in_flight=1)
+    assert world.ledger.work(KEY).waiting == 2
+    world.say()
+    assert world.ledger.in_flight() == Loads(0, 0, 0, 0)
+
+
+async def test_a_router_that_counts_anew_has_lost_what_it_had() -> None:
+    """In a container each process may have the name of the one before it."""
+    world = World()
+    world.say(chosen("q1"))
+    world.sequence = -1
+    world.say(chosen("q2"))
+    assert world.ledger.work(KEY).waiting == 1
 
 
 async def test_a_leg_that_is_not_ours_is_not_followed() -> None:
