@@ -75,10 +75,15 @@ class Neighbours:
     ) -> None:
         """Leave it to the bus, which closes after."""
 
+    @property
+    def count(self) -> int:
+        """Return how many are heard."""
+        self._sweep()
+        return len(self._routers)
+
     def heard(self, routers: int) -> bool:
         """Tell whether all others of so many routers are heard: what they have is then all there is."""
-        self._sweep()
-        return len(self._routers) >= routers - 1
+        return self.count >= routers - 1
 
     def receive(self, data: bytes) -> None:
         """Take a router's batch of decisions."""

@@ -14,13 +14,19 @@ from prometheus_client.registry import Collector
 from dynamo_poa.bus import Bus
 from dynamo_poa.coefficients import CoefficientsHolder
 from dynamo_poa.data_path import RelayPath
+from dynamo_poa.neighbours import Neighbours
 from dynamo_poa.params import ParamsHolder
 from dynamo_poa.reporter import DecisionReporter
 from dynamo_poa.trip import RouterStats
 
 
 class RouterMetrics(Collector):
-    """Collects on demand; `registered` is what /health answers with, `path` is the relay's, if any."""
+    """Collects on demand.
+
+    registered:  what /health answers with
+    path:        the relay's, if any
+    neighbours:  the other routers, where there are any
+    """
 
     def __init__(
         self,
@@ -34,6 +40,7 @@ class RouterMetrics(Collector):
         self._coefficients = coefficients
         self.registered = False
         self.path: RelayPath | None = None
+        self.neighbours: Neighbours | None = None
         self.registry = CollectorRegistry()
         self.registry.register(self)
 
@@ -100,6 +107,16 @@ class RouterMetrics(Collector):
             "revision of the last good coefficients, 0 before the first",
             value=self._coefficients.revision or 0,
         )
+        if self.neighbours is not None:
+            yield GaugeMetricFamily(
+                "poa_router_neighbours", "other routers heard of late", value=self.neighbours.count
+            )
+            unheard = CounterMetricFamily(
+                "poa_router_neighbours_refused", "refused words of other routers", labels=["reason"]
+            )
+            for reason, count in self.neighbours.refused.items():
+                unheard.add_metric([reason], count)
+            yield unheard
 
     def _relay(self) -> Iterator[Metric]:
         path = self.path

@@ -107,8 +107,9 @@ class RouterProcess:
             if await self._workers_came(directory):
                 await self._first_params(bus, subscriber)
                 pinned = await self._pinned(bus, stack)
+                neighbours = metrics.neighbours = await self._neighbours(bus, stack)
                 serving = await self._register(
-                    runtimes, directory, bus, holder, reporter, stats, pinned, stack
+                    runtimes, directory, bus, holder, reporter, stats, pinned, neighbours
                 )
                 path = metrics.path = await self._data_path(stack)
                 metrics.registered = True
@@ -192,14 +193,13 @@ class RouterProcess:
         reporter: DecisionReporter,
         stats: RouterStats,
         pinned: dict[Role, PinnedBookings],
-        stack: AsyncExitStack,
+        neighbours: Neighbours | None,
     ) -> list[asyncio.Future[None]]:
         """Open Dynamo's router for each leg, serve it, and let the frontend know."""
         common, config, clock = self._common, self._config, self._clock
         handovers = self._handovers(directory, bus)
         avoid = AvoidList(config.avoid_s, clock)
         serving: list[asyncio.Future[None]] = []
-        neighbours = await self._neighbours(bus, stack)
         for role, runtime in runtimes.items():
             pool = await dynamo_host.WorkerPool.open(runtime, role, config, common, clock, pinned.get(role))
             leg = Leg(
