@@ -10,7 +10,7 @@ from dynamo_poa.config import PolicyConfig
 from dynamo_poa.decisions import Traffic
 from dynamo_poa.policies import make_policy, settings_to_price
 from dynamo_poa.policies.auto import NO_PREDICTION, AutoPolicy, candidates
-from dynamo_poa.policies.memory import MAX_ENTRIES, Entry, Key, Load, remember
+from dynamo_poa.policies.memory import MAX_ENTRIES, Entry, Key, Load, forget, remember
 from dynamo_poa.policies.protocol import Answer, View
 from dynamo_poa.values import Regime, RequestOutcome, Selection, Setting
 
@@ -389,6 +389,14 @@ def test_a_candidate_under_trial_is_tentative_and_the_last_good_setting_is_not()
     found = world(SAME)
     found.run(100)
     assert {(answer.setting, answer.tentative) for answer in found.answers} == {(STATIC, False), (TAU, True)}
+
+
+def test_a_clock_that_runs_backwards_forgets_nothing_and_trips_over_nothing():
+    """An absurd observation: what was noted in its future is as strong as ever."""
+    key = Key(Regime.BELOW, "")
+    entry = Entry(key=key, setting=TAU, base=STATIC, won=True, strength=1.0, at_s=1e9, load=Load())
+    assert forget((entry,), key, Load(), -1e12, 600.0) == (entry,)
+    assert forget((entry,), key, Load(), 1e9 + 1201.0, 600.0) == ()
 
 
 def test_what_is_remembered_is_bounded():

@@ -6,8 +6,8 @@ Does not own: a trial (trial.py), its judgement (judge.py), what is remembered (
               (the view's `predicted`, counterfactual.py).
 Invariant: pure, without chance. Between trials the answer is the start's setting or one that has won a trial
            under these conditions; without data it is the start's. A candidate that turns out worse is left at
-           once. Nothing is tried while an operator's word
-           counts, without enough traffic to judge, or that the calibrated model says is worse.
+           once. Nothing is tried while an operator's word counts, without enough traffic to judge, or that
+           the calibrated model says is much worse.
 Source: issue 6; measured: the right direction of τ depends on which resource saturates (paper.md).
 """
 

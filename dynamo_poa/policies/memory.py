@@ -90,7 +90,7 @@ def forget(memory: Memory, key: Key, load: Load, at_s: float, half_life_s: float
     return tuple(
         entry
         for entry in memory
-        if entry.strength * 0.5 ** ((at_s - entry.at_s) / half_life_s) >= REMEMBERED
+        if entry.strength * 0.5 ** (max(at_s - entry.at_s, 0.0) / half_life_s) >= REMEMBERED
         and not (entry.key == key and load.has_moved(entry.load))
     )
 
