@@ -220,6 +220,17 @@ def test_a_lease_runs_from_the_last_receipt_and_ends_once() -> None:
     assert not params.expire(1006.0)
 
 
+def test_a_selection_by_the_plugin_ends_with_the_lease_like_all_else() -> None:
+    """A controller that has gone leaves no router with its plugin's selection: Dynamo's own is the static."""
+    params = holder()
+    marginal = msgspec.structs.replace(record(5, lease_s=3.0), selection=Selection.MARGINAL)
+    assert params.offer_bytes(heartbeat(marginal), "heartbeat", at_s=1000.0)
+    assert not params.expire(1002.9)
+    assert params.current.selection is Selection.MARGINAL
+    assert params.expire(1003.0)
+    assert params.current.selection is Selection.KV
+
+
 def test_a_refused_record_does_not_renew_the_lease() -> None:
     """Two controllers must not keep each other's records alive."""
     params = holder()

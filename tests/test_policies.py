@@ -8,12 +8,12 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from policy_steps import Steps
 
 from dynamo_poa.config import ControllerConfig, PolicyConfig, RegimeConfig, knobs
-from dynamo_poa.controller import pinned, released, step
+from dynamo_poa.controller import pinned, released
 from dynamo_poa.decisions import Traffic
 from dynamo_poa.policies import POLICIES, Answer, View, make_policy, make_shadow
-from dynamo_poa.tick import ControllerState, Observation, Settings
 from dynamo_poa.values import (
     MAX_OVERLAP_WEIGHT,
     MAX_PREFILL_LOAD_SCALE,
@@ -30,7 +30,6 @@ from dynamo_poa.values import (
     RouterParams,
     Selection,
     Setting,
-    TtftSample,
     WorkerKey,
     WorkerLatency,
 )
@@ -165,32 +164,16 @@ def test_a_policy_is_called_what_the_configuration_calls_it(name):
     assert make_policy(PolicyConfig(name=name)).name == name
 
 
-class Channel:
-    """Runs the controller's step with a policy; a tick is a second, what is published is in force."""
+def channel_of(name, mode=Mode.ACTIVE):
+    """Return the step under a policy."""
+    config = ControllerConfig(mode=mode, policy=PolicyConfig(name=name), regime=RegimeConfig())
+    return Steps(config, make_policy(config.policy), STATIC)
 
-    def __init__(self, name, mode=Mode.ACTIVE):
-        config = ControllerConfig(mode=mode, policy=PolicyConfig(name=name), regime=RegimeConfig())
-        self.settings = Settings(
-            namespace="poa", config=config, policy=make_policy(config.policy), static=STATIC
-        )
-        self.state = ControllerState()
-        self.at_s = 1000.0
-        self.current = None
 
-    def tick(self, **fields):
-        self.at_s += 1.0
-        seen = Observation(
-            wall_s=1.8e9 + self.at_s,
-            monotonic_s=self.at_s,
-            current=self.current,
-            announced=self.current is not None,
-            ttft=TtftSample(p50_s=0.1, p99_s=0.2, samples=100, fresh=True, source="decisions"),
-            message_age_s=0.1,
-            **fields,
-        )
-        self.state, effects = step(self.state, seen, self.settings)
-        self.current = effects.publish or self.current
-        return self.current.setting
+def setting_after(channel, **fields):
+    """Return what is in force after a tick."""
+    channel.tick(**fields)
+    return channel.current.setting
 
 
 CALIBRATED = {
@@ -201,36 +184,37 @@ CALIBRATED = {
 @EVERY
 def test_an_operators_pin_wins_over_every_policy_until_it_is_released(name):
     """`set`, then `release`: what the policy wanted before it wants again."""
-    channel = Channel(name)
-    before = channel.tick(**CALIBRATED)
+    channel = channel_of(name)
+    before = setting_after(channel, **CALIBRATED)
     channel.state = pinned(channel.state, Pin(router_temperature=5.0, overlap_weight=0.5))
-    assert [channel.tick(**CALIBRATED) for _ in range(30)] == [Setting(5.0, 0.5)] * 30
+    assert [setting_after(channel, **CALIBRATED) for _ in range(30)] == [Setting(5.0, 0.5)] * 30
     assert channel.current.kind is ParamsKind.PIN
     channel.state = released(channel.state)
-    assert channel.tick(**CALIBRATED) == before
+    assert setting_after(channel, **CALIBRATED) == before
     assert channel.current.kind is ParamsKind.POLICY
 
 
 @EVERY
-def test_in_mode_off_no_policy_is_followed(name):
-    """The kill switch: the static setting, whatever is seen."""
-    channel = Channel(name, Mode.OFF)
-    assert [channel.tick(**CALIBRATED) for _ in range(5)] == [STATIC] * 5
+@pytest.mark.parametrize("mode", [Mode.OFF, Mode.SHADOW])
+def test_in_no_mode_but_active_a_policy_is_followed(name, mode):
+    """The kill switch, and looking on: the static setting, whatever is seen."""
+    channel = channel_of(name, mode)
+    assert [setting_after(channel, **CALIBRATED) for _ in range(5)] == [STATIC] * 5
 
 
 @EVERY
 def test_told_to_forget_a_policy_is_back_at_its_defaults(name):
     """`release --forget`: whatever it has come to, it begins as one that has seen nothing."""
-    channel = Channel(name)
+    channel = channel_of(name)
     policy, state = channel.settings.policy, make_policy(PolicyConfig(name=name)).start()
     for one in busy(random.Random(1), 60, regime=Regime.SATURATED, in_force=STATIC, since_s=60.0, ours=True):
         state, _ = policy.decide(state, one)
-    channel.tick()
+    setting_after(channel)
     run = msgspec.structs.replace(channel.state.policy, memory=state)
     channel.state = msgspec.structs.replace(channel.state, policy=run)
     channel.state = released(channel.state, forget=True)
     assert channel.state.policy.started is False
-    assert channel.tick() == DEFAULTS[name]
+    assert setting_after(channel) == DEFAULTS[name]
 
 
 def test_the_registry_is_what_the_configuration_offers():

@@ -4,13 +4,13 @@ import math
 
 import msgspec
 import pytest
+from policy_steps import Steps
 
 from dynamo_poa.config import ControllerConfig, PolicyConfig, RegimeConfig
-from dynamo_poa.controller import pinned, step
+from dynamo_poa.controller import pinned
 from dynamo_poa.policies import Answer, View
 from dynamo_poa.policies.running import FAILED, PolicyRun, next_answer
-from dynamo_poa.tick import ControllerState, Observation, Settings
-from dynamo_poa.values import Applied, ParamsKind, Pin, Regime, Setting, TtftSample
+from dynamo_poa.values import Applied, ParamsKind, Pin, Regime, Setting
 
 STATIC, GOOD = Setting(0.2, 0.9), Setting(0.5, 0.5)
 
@@ -94,33 +94,15 @@ def test_an_answer_no_router_may_be_told_is_an_error_like_any_other(answer, erro
     assert (stands.setting, run.errors, run.error) == (GOOD, 1, error)
 
 
-class Channel:
-    """Runs the step with scripted policies, one second a tick."""
-
-    def __init__(self, policy, shadow=None):
-        config = ControllerConfig(policy=PolicyConfig(cooldown_s=3.0), regime=RegimeConfig())
-        self.settings = Settings(namespace="poa", config=config, policy=policy, static=STATIC, shadow=shadow)
-        self.state, self.current, self.at_s = ControllerState(), None, 1000.0
-
-    def tick(self, **fields):
-        self.at_s += 1.0
-        seen = Observation(
-            wall_s=1.8e9 + self.at_s,
-            monotonic_s=self.at_s,
-            current=self.current,
-            announced=self.current is not None,
-            ttft=TtftSample(p50_s=0.1, p99_s=0.2, samples=100, fresh=True, source="decisions"),
-            message_age_s=0.1,
-            **fields,
-        )
-        self.state, effects = step(self.state, seen, self.settings, guard)
-        self.current = effects.publish or self.current
-        return effects
+def channel_of(policy, shadow=None):
+    """Return the step under scripted policies."""
+    config = ControllerConfig(policy=PolicyConfig(cooldown_s=3.0), regime=RegimeConfig())
+    return Steps(config, policy, STATIC, shadow=shadow, guard=guard)
 
 
 def test_a_failure_is_told_once_and_so_is_the_return():
     """poa.policy.failed and poa.policy.resumed; parameters stay where they were, ticks go on."""
-    channel = Channel(Scripted(GOOD, ValueError("no"), Setting(0.0, 1.0)))
+    channel = channel_of(Scripted(GOOD, ValueError("no"), Setting(0.0, 1.0)))
     channel.tick()
     told = [event for _ in range(4) for event in channel.tick().events]
     assert [(event.name, event.after) for event in told] == [
@@ -137,7 +119,7 @@ def test_a_failure_is_told_once_and_so_is_the_return():
 
 def test_while_it_is_disabled_the_record_says_so_and_the_last_good_setting_is_in_force():
     """Telemetry: reason policy_failed, time left, errors."""
-    channel = Channel(Scripted(GOOD, ValueError("no")))
+    channel = channel_of(Scripted(GOOD, ValueError("no")))
     channel.tick()
     revision = channel.current.revision
     effects = channel.tick()
@@ -150,7 +132,7 @@ def test_while_it_is_disabled_the_record_says_so_and_the_last_good_setting_is_in
 
 def test_a_pin_counts_while_the_policy_is_disabled():
     """An operator's word wins, also over a failure."""
-    channel = Channel(Scripted(ValueError("no")))
+    channel = channel_of(Scripted(ValueError("no")))
     channel.state = pinned(channel.state, Pin(router_temperature=1.0, overlap_weight=0.0))
     channel.tick()
     assert (channel.current.setting, channel.current.kind) == (Setting(1.0, 0.0), ParamsKind.PIN)
@@ -159,7 +141,7 @@ def test_a_pin_counts_while_the_policy_is_disabled():
 def test_a_shadow_is_asked_beside_and_only_recorded():
     """What it would have done and its predicted gain, never in force."""
     shadow = Setting(0.7, 1.0, 4.0)
-    channel = Channel(Scripted(GOOD, GOOD), Scripted(shadow, shadow))
+    channel = channel_of(Scripted(GOOD, GOOD), Scripted(shadow, shadow))
     channel.tick()
     effects = channel.tick(predicted={GOOD: 2.0, shadow: 1.5})
     assert channel.current.setting == GOOD
@@ -172,7 +154,7 @@ def test_a_shadow_is_asked_beside_and_only_recorded():
 
 def test_a_shadow_that_fails_disables_nothing_but_itself():
     """Counted and told by its own name."""
-    channel = Channel(Scripted(GOOD, GOOD), Scripted(ValueError("no")))
+    channel = channel_of(Scripted(GOOD, GOOD), Scripted(ValueError("no")))
     effects = channel.tick()
     assert (effects.record.policy.errors, effects.record.shadow.errors) == (0, 1)
     assert channel.current.setting == GOOD
@@ -182,7 +164,7 @@ def test_a_shadow_that_fails_disables_nothing_but_itself():
 
 def test_what_cannot_be_priced_has_no_predicted_gain():
     """Absent, not 0: no price for one of both, or nothing that could be saved."""
-    channel = Channel(Scripted(GOOD, GOOD, GOOD))
+    channel = channel_of(Scripted(GOOD, GOOD, GOOD))
     channel.tick()
     assert channel.tick(predicted={STATIC: 1.0}).record.policy.predicted_gain_frac is None
     assert channel.tick(predicted={GOOD: 0.0}).record.policy.predicted_gain_frac is None
@@ -191,7 +173,7 @@ def test_what_cannot_be_priced_has_no_predicted_gain():
 def test_on_stale_data_no_policy_is_asked():
     """What it would see is what it has seen; the last answers stand."""
     policy, shadow = Scripted(GOOD), Scripted(STATIC)
-    channel = Channel(policy, shadow)
+    channel = channel_of(policy, shadow)
     channel.tick()
     record = channel.tick(bus_connected=False).record
     assert record.applied is Applied.HELD_STALE
@@ -208,7 +190,7 @@ def test_a_view_says_what_is_in_force_whose_it_is_and_since_when():
             seen.append((view.in_force, view.revision, view.since_s, view.ours))
             return super().decide(state, view)
 
-    channel = Channel(Watching(*[GOOD] * 5))
+    channel = channel_of(Watching(*[GOOD] * 5))
     for _ in range(3):
         channel.tick()
     channel.state = pinned(channel.state, Pin(router_temperature=1.0, overlap_weight=0.0))
@@ -226,7 +208,7 @@ def test_a_view_says_what_is_in_force_whose_it_is_and_since_when():
 
 def test_the_records_of_a_run_are_plain_values():
     """A tick can be decided again: the state is frozen and equal to itself decided twice."""
-    one, two = Channel(Scripted(GOOD, ValueError("no"))), Channel(Scripted(GOOD, ValueError("no")))
+    one, two = channel_of(Scripted(GOOD, ValueError("no"))), channel_of(Scripted(GOOD, ValueError("no")))
     assert [msgspec.to_builtins(one.tick().record) for _ in range(2)] == [
         msgspec.to_builtins(two.tick().record) for _ in range(2)
     ]
