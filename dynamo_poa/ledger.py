@@ -83,6 +83,7 @@ class Work:
 
     def _pass_ended(self, now_s: float) -> None:
         """Note that the worker has begun its next pass: it has taken in all that waited."""
+        self._ledger.looked(now_s)
         if now_s - self.moved_at_s > MIN_GAP_S:
             self._ledger.resumed(self, now_s)
         if self.joining:
@@ -205,7 +206,8 @@ class Ledger:
         self._many = MANY
         self._arrivals_per_s = 0.0
         self._uncached_tokens = self._kv_tokens = 0.0  # of a request, means
-        self._arrived_at_s = clock.monotonic_s()
+        self._arrived_at_s = self._looked_at_s = clock.monotonic_s()
+        self._paused_s = (-math.inf, -math.inf)  # from and to: when nothing at all came for long, last
 
     @property
     def kept(self) -> int:
@@ -227,6 +229,7 @@ class Ledger:
     ) -> Ticket:
         """Count a request as a worker's, until its ticket ends."""
         work, now_s = self.work(key), self._now_s()
+        self.looked(now_s)
         kept = math.exp(-max(now_s - self._arrived_at_s, 0.0) / ARRIVALS_S)
         self._arrivals_per_s, self._arrived_at_s = self._arrivals_per_s * kept + 1 / ARRIVALS_S, now_s
         joins = work.busy and self.role is not Role.DECODE
@@ -252,21 +255,36 @@ class Ledger:
         return self._arrivals_per_s * math.exp(-age_s / ARRIVALS_S)
 
     def latest_s(self) -> float:
-        """Return when any worker last showed progress: nobody is silent for longer than since then.
-
-        Where all are silent it is this process that has not looked.
-        """
+        """Return when any worker last showed progress: nobody is silent for longer than until then."""
         return max((work.moved_at_s for work in self._works.values()), default=-math.inf)
+
+    def looked(self, now_s: float) -> None:
+        """Note that something came. Where nothing at all did for long, this process has not looked.
+
+        Or all workers of a machine stood still at once: what comes then comes from one after the other, and
+        the first must not make the others look silent.
+        """
+        if now_s - self._looked_at_s > MIN_GAP_S:
+            before_s = max(self._looked_at_s, self.latest_s())  # of a burst only the first chunk looks
+            if now_s - before_s > MIN_GAP_S:
+                self._paused_s = (before_s, now_s)
+        self._looked_at_s = now_s
+
+    def silent_s(self, work: Work, until_s: float) -> float:
+        """Return for how long a worker had shown nothing at an instant, without the last pause of all."""
+        from_s, to_s = self._paused_s
+        paused_s = min(to_s, until_s) - max(from_s, work.moved_at_s)
+        return until_s - work.moved_at_s - max(paused_s, 0.0)
 
     def resumed(self, work: Work, now_s: float) -> None:
         """Judge a silence that has just ended: it is remembered when it was a stall."""
         if work.curve is None or not work.busy:
             return
         others = [other.moved_at_s for other in self._works.values() if other is not work]
-        silent_s = max(others, default=-math.inf) - work.moved_at_s
+        silent_s = self.silent_s(work, max(others, default=-math.inf))
         if silent_s > patience_s(self.role, work.curve, work.all()):
             self.stalls += 1
-            work.note_stall(now_s - work.moved_at_s, now_s)
+            work.note_stall(self.silent_s(work, now_s), now_s)
 
     def take_totals(self, speeds: Iterable[WorkerSpeed], routers: int) -> None:
         """Take over what workers say they carry: what is not ours is other routers'. With one router none is.

@@ -225,7 +225,7 @@ class Picker:
     ) -> float:
         """Return what a worker's silence costs, and the stalls it is known for."""
         cost_s = 0.0
-        if work.busy and latest_s - work.moved_at_s > patience_s(self._role, curve, load):
+        if work.busy and self.ledger.silent_s(work, latest_s) > patience_s(self._role, curve, load):
             cost_s = now_s - work.moved_at_s  # it may well last as long again
         stalled_frac, mean_stall_s = work.stalls(now_s)
         if stalled_frac:

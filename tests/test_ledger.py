@@ -151,9 +151,15 @@ async def test_arrivals_are_counted_over_the_last_while_and_fade() -> None:
 async def stall(ledger: Ledger, clock: ManualClock, stall_s: float) -> None:
     """Let A be silent while B goes on."""
     ledger.work(A).moved()
-    await clock.advance(stall_s)
-    ledger.work(B).moved()
+    await goes_on(ledger, clock, stall_s)
     ledger.work(A).moved()
+
+
+async def goes_on(ledger: Ledger, clock: ManualClock, seconds: float) -> None:
+    """Let B show progress eight times a second."""
+    for _ in range(int(seconds * 8)):
+        await clock.advance(0.125)
+        ledger.work(B).moved()
 
 
 def decoding(role: Role = Role.DECODE) -> tuple[Ledger, ManualClock, list[Ticket]]:
@@ -211,13 +217,38 @@ async def test_silence_is_a_stall_when_there_is_something_to_show(
 
 
 async def test_when_all_are_silent_it_is_this_process_that_has_not_looked() -> None:
-    """Two seconds without the event loop, and then what waited is read: no worker's stall."""
+    """Two seconds without the event loop, then what waited is read, one after the other: nobody's stall."""
     ledger, clock, _ = decoding()
+    await goes_on(ledger, clock, 0.25)
     await clock.advance(2.0)
     ledger.work(A).moved()
     ledger.work(B).moved()
-    assert ledger.work(A).stalls(clock.monotonic_s()) == (0.0, 0.0)
+    assert ledger.stalls == 0
     assert ledger.latest_s() == clock.monotonic_s()
+
+
+async def test_chunks_without_a_pause_between_them_are_no_pause_of_all() -> None:
+    """B has so many requests that something comes every millisecond: A is silent meanwhile, and alone."""
+    ledger, clock, _ = decoding()
+    ledger.work(A).moved()
+    for _ in range(1024):
+        await clock.advance(1 / 1024)
+        ledger.work(B).moved()
+    ledger.work(A).moved()
+    assert ledger.stalls == 1
+    assert ledger.work(A).stalls(clock.monotonic_s())[1] == 1.0
+
+
+async def test_a_stall_that_takes_all_requests_with_it_is_one_all_the_same() -> None:
+    """B goes on for a second and has no more to do; when A wakes, nothing at all has come for another."""
+    ledger, clock, tickets = decoding()
+    ledger.work(A).moved()
+    await goes_on(ledger, clock, 1.0)
+    tickets[1].end()
+    await clock.advance(1.0)
+    ledger.work(A).moved()
+    assert ledger.stalls == 1
+    assert ledger.work(A).stalls(clock.monotonic_s())[1] == 1.0
 
 
 async def test_an_idle_worker_does_not_stall_and_begins_afresh() -> None:
@@ -236,8 +267,7 @@ async def test_the_last_request_to_give_up_in_silence_leaves_a_stall_behind() ->
     ledger, clock, tickets = decoding()
     tickets.append(enter(ledger, A))
     tickets[-1].first_token()
-    await clock.advance(30.0)
-    ledger.work(B).moved()
+    await goes_on(ledger, clock, 30.0)
     tickets[0].end()
     tickets[-1].end()
     assert ledger.stalls == 1

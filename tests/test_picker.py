@@ -187,9 +187,23 @@ async def test_a_worker_that_is_silent_while_others_go_on_is_not_picked() -> Non
     for ticket in sent[A] + sent[B]:
         ticket.first_token()
     assert world.pick().worker == (A, 0)
+    for _ in range(10):
+        await world.clock.advance(0.1)
+        sent[B][0].work.moved()
+    assert world.pick().worker == (B, 0)
+
+
+async def test_where_nothing_at_all_came_for_a_while_the_first_that_moves_is_not_preferred() -> None:
+    """A pause of this process, or of all workers: A has less to do and is picked, though B is read first."""
+    world = World(Role.DECODE)
+    world.directory.remove(C)
+    sent = {worker: [world.send(worker) for _ in range(4)] for worker in (A, B)}
+    sent[B] += [world.send(B) for _ in range(4)]
+    for ticket in sent[A] + sent[B]:
+        ticket.first_token()
     await world.clock.advance(1.0)
     sent[B][0].work.moved()
-    assert world.pick().worker == (B, 0)
+    assert world.pick().worker == (A, 0)
 
 
 async def test_a_worker_that_stalls_gets_little_and_is_used_again_when_it_is_well() -> None:
