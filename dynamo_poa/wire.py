@@ -8,7 +8,6 @@ Source: measured on Dynamo 1.4.2; ours carry a version.
 """
 
 import functools
-import math
 from enum import StrEnum
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -18,6 +17,7 @@ from dynamo_poa.errors import WireError
 from dynamo_poa.values import Candidate, Curve, Mode, Outcome, Role, RouterParams, WorkerCard
 
 VERSION = 1
+MAX_FIGURE = 1e12  # of coefficients: no product of them, as routers make them, overflows to infinity or NaN
 MAX_CANDIDATES = 1024  # of one decision; more workers than this are not priced
 
 # What a router may say of itself; beyond these the batch is refused whole.
@@ -600,6 +600,6 @@ def decode_coefficients(data: bytes) -> Coefficients:
             for key, value in msgspec.structs.asdict(worker.curve).items()
         ]
     for key, value in numbers:
-        if not 0 <= value < math.inf:  # NaN fails this too
-            raise WireError("impossible_value", f"{key} = {value}: must be finite and >= 0")
+        if not 0 <= value <= MAX_FIGURE:  # NaN fails this too
+            raise WireError("impossible_value", f"{key} = {value}: must be in [0, {MAX_FIGURE:g}]")
     return message

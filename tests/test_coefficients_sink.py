@@ -170,6 +170,7 @@ def speeds(**change):
         (bad(pools={"decode": {"curve": {"decode_base_s": -0.001}}}), "impossible_value"),
         (bad(workers=speeds(prefill_token_s=float("inf"))), "impossible_value"),
         (bad(workers=speeds(decode_kv_token_s=float("nan"))), "impossible_value"),
+        (bad(workers=speeds(decode_base_s=1e300)), "impossible_value"),  # its cost would be infinite, or NaN
         (bad(workers=[[-1, 0, {}, 0.0]]), "impossible_value"),
         (bad(workers=[[W1, 2**32, {}, 0.0]]), "impossible_value"),
         (bad(workers=[[W1, 0, {}, float("nan")]]), "impossible_value"),

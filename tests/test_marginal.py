@@ -1,5 +1,6 @@
 """The marginal cost of a request on a worker, on numbers worked by hand."""
 
+import math
 import random
 
 import pytest
@@ -8,6 +9,7 @@ from hypothesis import strategies as st
 
 from dynamo_poa import fitting, latency
 from dynamo_poa.marginal import (
+    COST,
     TTFT_WEIGHT,
     Ask,
     Loads,
@@ -22,6 +24,7 @@ from dynamo_poa.marginal import (
     stalls_cost_s,
 )
 from dynamo_poa.values import Curve, Role
+from dynamo_poa.wire import MAX_FIGURE
 
 # 6 ms a pass and 0.25 ms more for each request; a prompt 2 ms and 0.1 ms a token.
 CURVE = Curve(prefill_base_s=0.002, prefill_token_s=0.0001, decode_base_s=0.006, decode_request_s=0.00025)
@@ -183,3 +186,14 @@ def test_prompts_beyond_what_a_pass_takes_cost_another() -> None:
     assert costs[1] - costs[0] == pytest.approx(2 * 0.002 + 0.02 + decode_s[1] - decode_s[0])
     computing = Loads(waiting=1, queued_tokens=120)
     assert prefill_cost_s(CURVE, computing, 0, Ask(0), room) == pytest.approx(2 * 0.002 + 0.012 + 0.002)
+
+
+@pytest.mark.parametrize("role", list(Role))
+def test_the_largest_figures_that_are_taken_have_a_finite_cost(role: Role) -> None:
+    """Infinite less infinite is no number, and of costs that are none no least can be chosen."""
+    most = Curve(**dict.fromkeys(Curve.__struct_fields__, MAX_FIGURE))
+    load = Loads(
+        running=1e5, waiting=1e5, queued_tokens=1e12, kv_tokens=1e12, joining=1e3, joining_tokens=1e9
+    )
+    cost_s = COST[role](most, load, 1e6, Ask(1e6, MAX_FIGURE, 1e6, 1e9), Room(1, 1, 1))
+    assert 0 < cost_s < math.inf
