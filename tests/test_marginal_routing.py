@@ -282,9 +282,22 @@ async def test_a_prefill_leg_announces_the_worker_it_was_pinned_to() -> None:
     bench.parts.say()
     async for _ in bench.generate(bootstrap_info={**BOOTSTRAP}):
         pass
-    note, _ = await handovers.wait("r1", 5, gone=lambda: False)
-    assert note.worker_id == B
+    announced, _ = await handovers.wait("r1", 5, gone=lambda: False)
+    assert announced.worker_id == B
     assert bench.ended_well()
+
+
+def note(worker_id: int, attempt: int) -> Handover:
+    """Return a prefill leg's word of where it is computed."""
+    return Handover(
+        request_id="r1",
+        worker_id=worker_id,
+        dp_rank=0,
+        bootstrap_host="127.0.0.1",
+        bootstrap_port=7000 + attempt,
+        attempt=attempt,
+        room=5,
+    )
 
 
 async def test_a_decode_leg_whose_prefill_leg_moves_goes_to_a_worker_that_is_new() -> None:
@@ -292,32 +305,13 @@ async def test_a_decode_leg_whose_prefill_leg_moves_goes_to_a_worker_that_is_new
     handovers = Handovers()
     bench = Bench(Role.DECODE, handovers=handovers)
     bench.parts.say()
-    announce = Handover(
-        request_id="r1",
-        worker_id=9,
-        dp_rank=0,
-        bootstrap_host="127.0.0.1",
-        bootstrap_port=7001,
-        attempt=1,
-        room=5,
-    )
-    handovers.announce(announce)
+    handovers.announce(note(9, 1))
     hold = asyncio.Event()
     bench.pool.before_first = hold.wait
     first = asyncio.ensure_future(anext(bench.generate(bootstrap_info={**BOOTSTRAP})))
     await asyncio.sleep(0.01)
     assert [worker for worker, _ in bench.pool.sent] == [B]
-    handovers.announce(
-        Handover(
-            request_id="r1",
-            worker_id=8,
-            dp_rank=0,
-            bootstrap_host="127.0.0.1",
-            bootstrap_port=7002,
-            attempt=2,
-            room=5,
-        )
-    )
+    handovers.announce(note(8, 2))
     await asyncio.sleep(0.01)
     assert [worker for worker, _ in bench.pool.sent] == [B, A]
     assert bench.parts.ledger.in_flight().waiting == 1
