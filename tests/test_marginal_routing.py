@@ -9,7 +9,7 @@ import pytest
 from fakes import A, B, EventList, FakeContext, FakeDirectory, FakePool
 from hypothesis import given
 from hypothesis import strategies as st
-from relay_parts import ANSWER, RelayBench
+from relay_parts import ANSWER, SENTINEL, RelayBench
 from waiting import eventually
 
 from dynamo_poa.avoid import AvoidList
@@ -375,6 +375,35 @@ async def test_over_the_relay_a_request_is_pinned_counted_and_ended_likewise() -
         assert bench.pool.open_bookings() == []
         assert parts.ledger.in_flight() == NOTHING
         assert parts.ledger.arrivals_per_s() > 0
+
+
+@pytest.mark.parametrize("words", [0, 1])
+@pytest.mark.parametrize("way", ["requester", "worker"])
+async def test_over_the_relay_a_request_cut_short_is_taken_back(way: str, words: int) -> None:
+    """Who asks goes away, or who answers: before the first token (a worker's is retried) and after it."""
+
+    async def play(dial: Any) -> None:
+        dial.begin()
+        dial.say(*ANSWER[:words])
+
+    parts = Parts(Role.AGGREGATED, SystemClock())
+    parts.say()
+    async with RelayBench(params=Holder(), picker=parts.picker) as bench:
+        bench.script(play)
+        asked = bench.requester.ask()
+        dial = await bench.dialled()
+        await eventually(lambda: parts.ledger.in_flight()[:2] == ((0, 1), (1, 0))[words])
+        if way == "worker":
+            dial.reset()
+            if not words:
+                await bench.dialled(2)
+                for each in bench.dials:
+                    each.reset()
+            await eventually(lambda: SENTINEL in asked.answer)  # an error
+        asked.close()
+        await bench.at_rest()
+        assert parts.ledger.in_flight() == NOTHING
+        assert bench.stats.marginal == {"picked": 2 if way == "worker" and not words else 1}
 
 
 async def test_over_the_relay_the_workers_bytes_are_its_signs_of_life() -> None:
