@@ -80,6 +80,7 @@ def test_one_that_never_had_a_good_word_leaves_the_static_setting():
         (None, "no answer: None"),
         ((1, GOOD), f"no answer: (1, {GOOD!r})"),
         ((1, Answer((0.5, 0.5), "pair")), "no setting: (0.5, 0.5)"),
+        ((1, Answer(GOOD, None)), "no reason: None"),  # /metrics could not be told
         (Setting(math.nan, 1.0), "router_temperature = nan: must be a finite number in [0, 100]"),
         (Setting(100.5, 1.0), "router_temperature = 100.5: must be a finite number in [0, 100]"),
         (Setting(0.0, -0.1), "overlap_weight = -0.1: must be a finite number in [0, 2]"),

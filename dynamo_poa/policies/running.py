@@ -89,7 +89,9 @@ def _fault(found: Any) -> str:
     """Return why an answer cannot be used, empty when it can."""
     if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], Answer)):
         return f"no answer: {found!r}"
-    setting = found[1].setting
+    setting, reason = found[1].setting, found[1].reason
+    if not (isinstance(reason, str) and reason):
+        return f"no reason: {reason!r}"
     if not isinstance(setting, Setting):
         return f"no setting: {setting!r}"
     try:
