@@ -343,7 +343,7 @@ def _serves_nothing(samples: dict[str, float]) -> bool:
 def plan_of(kind: str, *overrides: str) -> Plan:
     """Return the plan of a shipped graph, `disagg` or `agg`, on free ports.
 
-    Its policy is the table unless `overrides` say otherwise: Dynamo selects, and τ and ω move with the regime.
+    Its policy is the table unless `overrides` say otherwise: Dynamo selects; τ and ω move with the regime.
     """
     defaults = ("Frontend.http_port=0", "PoaController.policy.name=table")
     return make_plan(f"graphs.{kind}_poa:Frontend", f"graphs/{kind}_poa.yaml", (*defaults, *overrides))
