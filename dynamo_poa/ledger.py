@@ -17,6 +17,8 @@ from dynamo_poa.values import Curve, Role, WorkerKey
 from dynamo_poa.wire import WorkerSpeed
 
 STALL_HALF_LIFE_S = 8.0  # of what is remembered: a worker that is well again is used again in two or three
+# Stalls that come regularly are awaited: memory fades once the next is overdue by half their distance.
+OVERDUE_FACTOR, MOST_AWAITED_S = 1.5, 30.0
 ARRIVALS_S = 10.0  # arrivals are counted over about so long
 BURST_S = 0.004  # what a pass brings forth comes at once; a longer pause is the next pass
 MEAN_WEIGHT = 0.05  # of the latest request in the mean over requests
@@ -45,6 +47,7 @@ class Work:
         "_stalled_s",
         "_stalls",
         "_stalls_at_s",
+        "_stalls_awaited_s",
         "beside",
         "blocks",
         "curve",
@@ -73,6 +76,7 @@ class Work:
             0.0  # how many, and their time, each counting half after the half-life
         )
         self._stalls_at_s = -math.inf
+        self._stalls_awaited_s = 0.0
 
     def moved(self) -> None:
         """Note progress. Once per chunk, so next to nothing is done."""
@@ -133,19 +137,24 @@ class Work:
 
     def note_stall(self, stall_s: float, now_s: float) -> None:
         """Remember a stall that has ended."""
-        kept = self._kept(now_s)
+        age_s = now_s - self._stalls_at_s
+        kept = _kept(age_s)
         self._stalls, self._stalled_s = self._stalls * kept + 1, self._stalled_s * kept + stall_s
-        self._stalls_at_s = now_s
+        awaited_s = OVERDUE_FACTOR * age_s
+        self._stalls_at_s, self._stalls_awaited_s = now_s, awaited_s if awaited_s <= MOST_AWAITED_S else 0.0
 
     def stalls(self, now_s: float) -> tuple[float, float]:
         """Return the share of time it is stalled, by what is remembered, and a stall's mean length."""
         if not self._stalls:
             return 0.0, 0.0
-        stalled_frac = self._stalled_s * self._kept(now_s) * math.log(2) / STALL_HALF_LIFE_S
+        fading_s = max(now_s - self._stalls_at_s - self._stalls_awaited_s, 0.0)
+        stalled_frac = self._stalled_s * _kept(fading_s) * math.log(2) / STALL_HALF_LIFE_S
         return min(stalled_frac, 1.0), self._stalled_s / self._stalls
 
-    def _kept(self, now_s: float) -> float:
-        return float(0.5 ** ((now_s - self._stalls_at_s) / STALL_HALF_LIFE_S))
+
+def _kept(age_s: float) -> float:
+    """Return what is left of a memory of so long ago."""
+    return float(0.5 ** (age_s / STALL_HALF_LIFE_S))
 
 
 class Ticket:

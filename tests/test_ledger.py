@@ -184,8 +184,8 @@ async def test_a_stall_that_ended_is_remembered_and_fades() -> None:
     assert ledger.work(A).stalls(clock.monotonic_s()) == (pytest.approx(1.0 * rate), 2.0)
 
 
-async def test_stalls_that_come_again_weigh_as_the_share_of_time_they_take() -> None:
-    """2 s in every 6: about a third, for ever."""
+async def test_stalls_that_come_regularly_are_awaited_and_forgotten_when_they_stay_away() -> None:
+    """2 s in every 6: a good third at any time between two; 9 s after the last it begins to fade."""
     ledger, clock, _ = decoding()
     seen = []
     for _ in range(20):
@@ -195,7 +195,23 @@ async def test_stalls_that_come_again_weigh_as_the_share_of_time_they_take() -> 
             await clock.advance(0.1)
             ledger.work(A).moved()
             ledger.work(B).moved()
-    assert sum(seen[-200:]) / 200 == pytest.approx(1 / 3, abs=0.03)
+    assert seen[-80:] == pytest.approx([0.427] * 80, abs=0.001)
+    await clock.advance(1.5 * 6.0 - 4.0 + 2 * STALL_HALF_LIFE_S)
+    assert ledger.work(A).stalls(clock.monotonic_s())[0] == pytest.approx(0.427 / 4, abs=0.001)
+
+
+async def test_stalls_far_apart_are_not_awaited() -> None:
+    """The next of two that are 40 s apart would be awaited for a minute: a worker that is well is used."""
+    ledger, clock, _ = decoding()
+    await stall(ledger, clock, 2.0)
+    for _ in range(400):
+        await clock.advance(0.1)
+        ledger.work(A).moved()
+        ledger.work(B).moved()
+    await stall(ledger, clock, 2.0)
+    just_after = ledger.work(A).stalls(clock.monotonic_s())[0]
+    await clock.advance(STALL_HALF_LIFE_S)
+    assert ledger.work(A).stalls(clock.monotonic_s())[0] == pytest.approx(just_after / 2)
 
 
 @pytest.mark.parametrize(
