@@ -47,7 +47,7 @@ class Controller:
     def pin(self, pin: Pin) -> None:
         self._pin = pin
 
-    def release(self) -> None:
+    def release(self, *, forget: bool = False) -> None:
         self._pin = None
 
     async def run(self) -> None:
