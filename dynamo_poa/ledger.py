@@ -19,6 +19,7 @@ from dynamo_poa.wire import WorkerSpeed
 STALL_HALF_LIFE_S = 8.0  # of what is remembered: a worker that is well again is used again in two or three
 # Stalls that come regularly are awaited: memory fades once the next is overdue by half their distance.
 OVERDUE_FACTOR, MOST_AWAITED_S = 1.5, 30.0
+IDLE_S = 1.0  # nothing came for longer: there is no traffic
 ARRIVALS_S = 10.0  # arrivals are counted over about so long
 BURST_S = 0.004  # what a pass brings forth comes at once; a longer pause is the next pass
 MEAN_WEIGHT = 0.05  # of the latest request in the mean over requests
@@ -137,17 +138,21 @@ class Work:
 
     def note_stall(self, stall_s: float, now_s: float) -> None:
         """Remember a stall that has ended."""
-        age_s = now_s - self._stalls_at_s
+        at_s = self._ledger.lived_s(now_s)
+        age_s = at_s - self._stalls_at_s
         kept = _kept(age_s)
         self._stalls, self._stalled_s = self._stalls * kept + 1, self._stalled_s * kept + stall_s
         awaited_s = OVERDUE_FACTOR * age_s
-        self._stalls_at_s, self._stalls_awaited_s = now_s, awaited_s if awaited_s <= MOST_AWAITED_S else 0.0
+        self._stalls_at_s, self._stalls_awaited_s = at_s, awaited_s if awaited_s <= MOST_AWAITED_S else 0.0
 
     def stalls(self, now_s: float) -> tuple[float, float]:
-        """Return the share of time it is stalled, by what is remembered, and a stall's mean length."""
+        """Return the share of time it is stalled, by what is remembered, and a stall's mean length.
+
+        Memory fades while there is traffic: without any nobody learns that the worker is well again.
+        """
         if not self._stalls:
             return 0.0, 0.0
-        fading_s = max(now_s - self._stalls_at_s - self._stalls_awaited_s, 0.0)
+        fading_s = max(self._ledger.lived_s(now_s) - self._stalls_at_s - self._stalls_awaited_s, 0.0)
         stalled_frac = self._stalled_s * _kept(fading_s) * math.log(2) / STALL_HALF_LIFE_S
         return min(stalled_frac, 1.0), self._stalled_s / self._stalls
 
@@ -216,6 +221,7 @@ class Ledger:
         self._arrivals_per_s = 0.0
         self._uncached_tokens = self._kv_tokens = 0.0  # of a request, means
         self._arrived_at_s = self._looked_at_s = clock.monotonic_s()
+        self._idle_s = 0.0  # in which nothing came, in all
         self._paused_s = (-math.inf, -math.inf)  # from and to: when nothing at all came for long, last
 
     @property
@@ -277,7 +283,13 @@ class Ledger:
             before_s = max(self._looked_at_s, self.latest_s())  # of a burst only the first chunk looks
             if now_s - before_s > MIN_GAP_S:
                 self._paused_s = (before_s, now_s)
+            self._idle_s += max(now_s - before_s - IDLE_S, 0.0)
         self._looked_at_s = now_s
+
+    def lived_s(self, now_s: float) -> float:
+        """Return an instant on a clock that stands still while nothing comes."""
+        since_s = now_s - max(self._looked_at_s, self.latest_s())
+        return now_s - self._idle_s - max(since_s - IDLE_S, 0.0)
 
     def silent_s(self, work: Work, until_s: float) -> float:
         """Return for how long a worker had shown nothing at an instant, without the last pause of all."""

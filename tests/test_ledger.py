@@ -180,7 +180,7 @@ async def test_a_stall_that_ended_is_remembered_and_fades() -> None:
     assert ledger.stalls == 1
     assert ledger.work(A).stalls(clock.monotonic_s()) == (pytest.approx(2.0 * rate), 2.0)
     assert ledger.work(B).stalls(clock.monotonic_s()) == (0.0, 0.0)
-    await clock.advance(STALL_HALF_LIFE_S)
+    await goes_on(ledger, clock, STALL_HALF_LIFE_S)
     assert ledger.work(A).stalls(clock.monotonic_s()) == (pytest.approx(1.0 * rate), 2.0)
 
 
@@ -196,8 +196,23 @@ async def test_stalls_that_come_regularly_are_awaited_and_forgotten_when_they_st
             ledger.work(A).moved()
             ledger.work(B).moved()
     assert seen[-80:] == pytest.approx([0.427] * 80, abs=0.001)
-    await clock.advance(1.5 * 6.0 - 4.0 + 2 * STALL_HALF_LIFE_S)
+    await goes_on(ledger, clock, 1.5 * 6.0 - 4.0 + 2 * STALL_HALF_LIFE_S)
     assert ledger.work(A).stalls(clock.monotonic_s())[0] == pytest.approx(0.427 / 4, abs=0.001)
+
+
+async def test_without_traffic_no_stall_is_forgotten() -> None:
+    """An hour of nothing says nothing of the worker; it counts as the second after which nothing came."""
+    ledger, clock, tickets = decoding()
+    await stall(ledger, clock, 2.0)
+    for ticket in tickets:
+        ticket.end()
+    await clock.advance(3600.0)
+    rate, second = 2.0 * math.log(2) / STALL_HALF_LIFE_S, 0.5 ** (1 / STALL_HALF_LIFE_S)
+    assert ledger.work(A).stalls(clock.monotonic_s())[0] == pytest.approx(rate * second)
+    enter(ledger, B).first_token()
+    assert ledger.work(A).stalls(clock.monotonic_s())[0] == pytest.approx(rate * second)
+    await goes_on(ledger, clock, STALL_HALF_LIFE_S)
+    assert ledger.work(A).stalls(clock.monotonic_s())[0] == pytest.approx(rate * second / 2)
 
 
 async def test_stalls_far_apart_are_not_awaited() -> None:
@@ -210,7 +225,7 @@ async def test_stalls_far_apart_are_not_awaited() -> None:
         ledger.work(B).moved()
     await stall(ledger, clock, 2.0)
     just_after = ledger.work(A).stalls(clock.monotonic_s())[0]
-    await clock.advance(STALL_HALF_LIFE_S)
+    await goes_on(ledger, clock, STALL_HALF_LIFE_S)
     assert ledger.work(A).stalls(clock.monotonic_s())[0] == pytest.approx(just_after / 2)
 
 
