@@ -145,7 +145,7 @@ def test_workers_differ_or_a_resource_binds_only_after_time_to_learn(
     learning = {one.fleet.name: one.learn_s + one.warm_up_s for one in cells["hetero"] if one.learn_s}
     assert learning == {
         "one of five aggregated workers 5x slower": 8.0,
-        "one of five decode workers 5x slower": 8.0,
+        "one of five decode workers 5x slower": 16.0,
         "one decode worker stalls 2 s in 6": 16.0,
         "prefill-bound": 32.0,
         "decode-bound": 32.0,

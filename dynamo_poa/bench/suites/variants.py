@@ -121,7 +121,7 @@ _HETERO = (
         _SHORT_IN,
         48,
         ("least-loaded", *baselines.JUDGED),
-        **_IN_ITS_STRIDE,
+        **_IN_ITS_STRIDE | {"learn_s": 12.0},  # what the slow worker was sent before takes it 9 s
     ),
     # Two whole periods are measured, wherever in one that begins; who learns of stalls has seen some by then.
     _Place(
