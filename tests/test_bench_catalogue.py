@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dynamo_poa.bench.suites import baselines, profiles, replayed, runner
+from dynamo_poa.bench.suites import baselines, profiles, replayed, runner, variants
 from dynamo_poa.bench.suites.catalogue import SUITES, Options, chosen, estimated_s, suite
 from dynamo_poa.bench.suites.cells import Cell
 from dynamo_poa.bench.suites.live import first_phase
@@ -118,7 +118,7 @@ def test_hetero_has_every_variant_of_the_issue(cells: dict[str, tuple[Cell, ...]
         (640, 0),
         (640, 4096),
     }
-    assert len(fleets) == 13
+    assert len(fleets) == 14
     equal = next(slot for slot in slots(cells["hetero"], "live") if slot[0].fleet.name == "equal")
     assert {one.policy for one in equal} == set(baselines.LIVE)
 
@@ -130,6 +130,9 @@ def test_policies_to_be_left_on_stand_beside_the_default_in_every_variant(
     without_auto = set[str]()
     for slot in slots(cells["hetero"], "live"):
         names = {one.policy.name for one in slot}
+        if slot[0].fleet.name == variants.WITHOUT_SLOW:  # a bound, not a variant
+            assert names == {"kv"}
+            continue
         assert {"kv", "ours marginal"} <= names
         if "ours auto" not in names:
             without_auto.add(slot[0].fleet.name)
@@ -146,6 +149,7 @@ def test_workers_differ_or_a_resource_binds_only_after_time_to_learn(
     assert learning == {
         "one of five aggregated workers 5x slower": 8.0,
         "one of five decode workers 5x slower": 16.0,
+        "the other four decode workers alone": 8.0,
         "one decode worker stalls 2 s in 6": 16.0,
         "prefill-bound": 32.0,
         "decode-bound": 32.0,
@@ -156,7 +160,7 @@ def test_what_is_judged_is_affordable(cells: dict[str, tuple[Cell, ...]]) -> Non
     """Issue 6, half an hour: four policies, three seeds, every variant; what it takes is measured."""
     judged = chosen(cells["hetero"], baselines.JUDGED)
     assert {one.fleet for one in judged} == {one.fleet for one in cells["hetero"]}
-    assert estimated_s(judged) <= 31 * 60
+    assert estimated_s(judged) <= 32 * 60
 
 
 def test_a_graph_learns_once(cells: dict[str, tuple[Cell, ...]]) -> None:
