@@ -14,13 +14,13 @@ import asyncio
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
-from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any
 
 import msgspec
 
 from dynamo_poa.clock import Clock
 from dynamo_poa.errors import BusError
+from dynamo_poa.sender import Publisher, Sender
 from dynamo_poa.values import WorkerKey
 from dynamo_poa.wire import ACTIVE_SEQUENCES
 
@@ -32,14 +32,6 @@ MAX_UNSENT = 4096  # bookings that wait while the bus is away; more are not told
 HEARD_S = 2.0
 
 Hashes = Callable[[Sequence[int]], list[int]]
-
-
-class Publisher(Protocol):
-    """The part of the bus that is needed here."""
-
-    async def publish(self, subject: str, data: bytes) -> None:
-        """Send, or raise BusError."""
-        ...
 
 
 class _Booked:
@@ -55,12 +47,14 @@ class _Booked:
         self.sent = self.ended = False
 
 
-class PinnedBookings:
+class PinnedBookings(Sender):
     """The pinned bookings of one leg. Enter it to send.
 
     subject:  the worker endpoint's, of active_sequences_events
     untold:   bookings that were not told: too many waited, or Dynamo makes nothing of their tokens
     """
+
+    TASK = "pinned bookings"
 
     def __init__(
         self, bus: Publisher, worker_endpoint: str, hashes: Hashes, clock: Clock, rng: random.Random
@@ -74,32 +68,12 @@ class PinnedBookings:
         self._open: dict[str, _Booked] = {}
         self._events: deque[tuple[str, _Booked, str]] = deque()
         self._wake = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
         self._encode = msgspec.msgpack.Encoder().encode
 
     @property
     def open(self) -> int:
         """Return how many bookings have not ended."""
         return len(self._open)
-
-    @property
-    def task(self) -> "asyncio.Task[None] | None":
-        """Return what sends; it ends only by failing."""
-        return self._task
-
-    async def __aenter__(self) -> Self:
-        """Start sending."""
-        self._task = asyncio.create_task(self._send_on(), name="pinned bookings")
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Send what is left, then stop."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-        await self._send_all()
 
     def add(
         self, booking: str, worker: WorkerKey, token_ids: Sequence[int], uncached_tokens: int | None

@@ -10,27 +10,19 @@ import asyncio
 import itertools
 from collections import deque
 from collections.abc import Callable
-from types import TracebackType
-from typing import Literal, Protocol, Self
+from typing import Literal
 
 import msgspec
 import structlog
 
 from dynamo_poa.clock import Clock
 from dynamo_poa.errors import BusError
+from dynamo_poa.sender import Publisher, Sender
 from dynamo_poa.wire import DecisionBatch, DecisionEvent, subject
 
 log = structlog.get_logger(__name__)
 MAX_BATCH_BYTES = 512 * 1024  # half of what a NATS server takes by default: 64 events of 64 workers are 80 kB
 STATUS_S = 1.0  # an empty batch after so long says that the router lives and which parameters it uses
-
-
-class Publisher(Protocol):
-    """The part of the bus that is needed here."""
-
-    async def publish(self, subject: str, data: bytes) -> None:
-        """Send, or raise BusError."""
-        ...
 
 
 class RouterStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,8 +33,10 @@ class RouterStatus(msgspec.Struct, frozen=True, kw_only=True):
     params_source: Literal["static", "heartbeat", "store"]
 
 
-class DecisionReporter:
+class DecisionReporter(Sender):
     """A queue between the request path and the bus."""
+
+    TASK = "decision-reporter"
 
     def __init__(
         self,
@@ -63,7 +57,6 @@ class DecisionReporter:
         self._wake = asyncio.Event()
         self._sequence = 0
         self._encoder = msgspec.msgpack.Encoder()
-        self._task: asyncio.Task[None] | None = None
         self.dropped = 0
         self.sent = 0
         self.loop_lag_s = 0.0  # delay of the event loop in the last batch period that ran its full length
@@ -76,25 +69,6 @@ class DecisionReporter:
         self._events.append(event)
         if len(self._events) == self._batch_size:
             self._wake.set()
-
-    @property
-    def task(self) -> "asyncio.Task[None] | None":
-        """Return what sends; it ends only by failing."""
-        return self._task
-
-    async def __aenter__(self) -> Self:
-        """Start sending."""
-        self._task = asyncio.create_task(self._send_on(), name="decision-reporter")
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Send what is left, then stop."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-        await self._send_all()
 
     async def _send_on(self) -> None:
         last_sent_at_s = -STATUS_S
