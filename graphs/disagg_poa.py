@@ -2,7 +2,8 @@
 
 Frontend ──▶ PoaRouter ──┬─▶ PrefillWorker
                 ▲        └─▶ DecodeWorker
-     parameters │               │ events
+parameters,     │               │ events
+         speeds │               │
                 └─ PoaController ◀┘
 """
 
