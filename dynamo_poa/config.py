@@ -463,6 +463,59 @@ class PolicyConfig(Section, frozen=True, kw_only=True):
             yield f"{path}.settle_s = {settle_s!r}: must be below {path}.slot_s = {slot_s!r}"
 
 
+class SloConfig(Section, frozen=True, kw_only=True):
+    """What users are promised: `PoaController.slo`. The split of workers is judged by it."""
+
+    PATH: ClassVar[str] = "PoaController.slo"
+
+    ttft_s: Annotated[float, Knob("time to first token", "s", above=0, high=3600)] = 2.0
+    itl_s: Annotated[float, Knob("time between tokens, of a request's mean", "s", above=0, high=60)] = 0.05
+
+
+class CachingConfig(Section, frozen=True, kw_only=True):
+    """What the caching game is played for: `PoaController.caching`."""
+
+    PATH: ClassVar[str] = "PoaController.caching"
+
+    topology: Annotated[
+        Literal["host", "one", "each"],
+        Knob(
+            "which workers share a node: those whose requests go to one `host`, all (`one`), or none (`each`)"
+        ),
+    ] = "host"
+    transfer: Annotated[
+        Literal["none", "node", "all"],
+        Knob(
+            "from where a worker could fetch a prefix that it lacks: nowhere (it recomputes, as Dynamo's workers without a shared KV store do), from its node, from anywhere"
+        ),
+    ] = "all"
+    transfer_node_token_s: Annotated[
+        float,
+        Knob(
+            "time to fetch a token's KV cache within a node [320 KB a token of a 70B model, 450 GB/s NVLink]",
+            "s",
+            low=0,
+            high=1,
+        ),
+    ] = 0.7e-6
+    transfer_far_token_s: Annotated[
+        float,
+        Knob("the same between nodes [50 GB/s InfiniBand]", "s", low=0, high=1),
+    ] = 6.5e-6
+    demand_window_s: Annotated[
+        float, Knob("request rates of prefix groups are those of so long", "s", low=5, high=3600)
+    ] = 60.0
+    max_groups: Annotated[
+        int, Knob("prefix groups that are priced; of more the rarest are left out", low=2, high=10_000)
+    ] = 200
+    reload_s: Annotated[
+        float,
+        Knob(
+            "a block stored again so soon after its eviction was evicted too early", "s", above=0, high=3600
+        ),
+    ] = 30.0
+
+
 class ControllerConfig(Section, frozen=True, kw_only=True):
     """The controller: `PoaController`."""
 
@@ -491,6 +544,10 @@ class ControllerConfig(Section, frozen=True, kw_only=True):
     estimate_window_s: Annotated[
         float, Knob("PoA-hat is that of the snapshots of so long", "s", low=10, high=3600)
     ] = 60.0
+    games_s: Annotated[
+        float,
+        Knob("cache placement and the split of workers are priced so often", "s", low=0.5, high=600),
+    ] = 5.0
     window: Annotated[
         int, Knob("decisions the paper's own PoA-hat (`frozen`) is computed over", low=16, high=4096)
     ] = 256
@@ -513,6 +570,8 @@ class ControllerConfig(Section, frozen=True, kw_only=True):
     policy: Annotated[PolicyConfig, Knob("which parameters belong to which regime")] = msgspec.field(
         default_factory=PolicyConfig
     )
+    slo: Annotated[SloConfig, Knob("what users are promised")] = msgspec.field(default_factory=SloConfig)
+    caching: Annotated[CachingConfig, Knob("the caching game")] = msgspec.field(default_factory=CachingConfig)
 
     @classmethod
     def broken_rules(cls, good: Mapping[str, Any], path: str) -> Iterator[str]:

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 import msgspec
 
 from dynamo_poa import telemetry
+from dynamo_poa.coupling import couple
 from dynamo_poa.hot import HotChange
 from dynamo_poa.policies import Answer, Policy
 from dynamo_poa.policies.running import PolicyRun
@@ -199,6 +200,11 @@ def telemetry_record(
         poa_reason=seen.estimate.reason,
         poa_frozen=seen.frozen.poa_hat,
         poa_frozen_by_role=seen.frozen.by_role,
+        coupling=couple(seen.estimate, seen.caching, seen.allocation, seen.advice),
+        caching=seen.caching,
+        allocation=seen.allocation,
+        cache_swap=seen.cache_swap,
+        poa_advice=seen.advice,
         stragglers=tuple(latency for latency in seen.latencies.values() if latency.straggler),
         ttft_p50_s=seen.ttft.p50_s,
         ttft_p99_s=seen.ttft.p99_s,

@@ -21,6 +21,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
 from dynamo_poa.bus import Bus
+from dynamo_poa.coupling import Advice, AllocationEstimate, CacheSwap, CachingEstimate, Coupling
 from dynamo_poa.errors import BusError, ConfigError
 from dynamo_poa.values import (
     Applied,
@@ -111,6 +112,10 @@ class TelemetryRecord(msgspec.Struct, frozen=True, kw_only=True):
     poa_shares:       where the cost beyond an unloaded system comes from
     poa_by_role:      per leg; `poa_reason` names what an absent one lacks; `poa_legs` says all of each
     poa_frozen*:      the paper's own estimate, on decisions; another series, never to be mixed with poa_hat
+    coupling:         the three games side by side, and where the inefficiency is
+    caching, allocation:  the other two games, priced every `games_s`
+    cache_swap:       how the caches followed the last change of ω
+    poa_advice:       another split of the workers that is better beyond noise, and has been for a minute
     stragglers:       workers that are slower than their pool by more than the configured factor
     driver:           what the regime is needed for: `<role>.<resource>`, `ttft`, `refusals`, empty in `below`
     bottleneck:       the pool that limits, `upstream` of the workers, or empty
@@ -161,6 +166,11 @@ class TelemetryRecord(msgspec.Struct, frozen=True, kw_only=True):
     poa_reason: str = ""
     poa_frozen: float | None = None
     poa_frozen_by_role: dict[str, float] = {}
+    coupling: Coupling = Coupling()
+    caching: CachingEstimate = CachingEstimate(reason="not priced yet")
+    allocation: AllocationEstimate = AllocationEstimate(reason="not priced yet")
+    cache_swap: CacheSwap | None = None
+    poa_advice: Advice | None = None
     stragglers: tuple[WorkerLatency, ...] = ()
     ttft_p50_s: float | None = None
     ttft_p99_s: float | None = None

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 import msgspec
 
 from dynamo_poa.config import ControllerConfig
+from dynamo_poa.coupling import Advice, AllocationEstimate, CacheSwap, CachingEstimate
 from dynamo_poa.decisions import Traffic
 from dynamo_poa.evidence import PoolReading
 from dynamo_poa.load import WorkerState
@@ -60,6 +61,7 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True):
     latencies:      what is known of their speed; a rank without an entry has no curve yet
     outcomes:       requests that ended since the last tick
     predicted:      mean cost in seconds of the recent decisions under each setting that could be priced
+    caching, allocation, advice, cache_swap:  the other two games, as last priced
     """
 
     wall_s: float
@@ -77,6 +79,10 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True):
     latencies: Mapping[WorkerKey, WorkerLatency] = {}
     outcomes: tuple[RequestOutcome, ...] = ()
     predicted: Mapping[Setting, float] = {}
+    caching: CachingEstimate = CachingEstimate(reason="not priced yet")
+    allocation: AllocationEstimate = AllocationEstimate(reason="not priced yet")
+    advice: Advice | None = None
+    cache_swap: CacheSwap | None = None
     routers: tuple[RouterView, ...] = ()
     bus_connected: bool = True
     message_age_s: float | None = None

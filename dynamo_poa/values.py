@@ -325,6 +325,7 @@ class WorkerCard(msgspec.Struct, frozen=True, kw_only=True):
     bootstrap_host: str | None = None
     bootstrap_port: int | None = None
     model_name: str = ""
+    host: str = ""  # of the address it takes requests at; empty where discovery does not say
 
     @property
     def ranks(self) -> range:

@@ -19,10 +19,12 @@ from dynamo_poa.values import Candidate, Curve, Mode, Outcome, Role, RouterParam
 VERSION = 1
 MAX_FIGURE = 1e12  # of coefficients: no product of them, as routers make them, overflows to infinity or NaN
 MAX_CANDIDATES = 1024  # of one decision; more workers than this are not priced
+MAX_PREFIX_DEPTHS = 32  # 2^31 blocks: longer than any prompt
 
 # What a router may say of itself; beyond these the batch is refused whole.
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+Hash = Annotated[int, msgspec.Meta(ge=0)]  # msgpack itself ends at 2^64 - 1
 
 
 def subject(namespace: str, topic: str) -> str:
@@ -47,6 +49,8 @@ class Chosen(msgspec.Struct, frozen=True, array_like=True, tag="chosen"):
     attempt: int  # 1, or 2 after a refused connection
     candidates: Annotated[tuple[Candidate, ...], msgspec.Meta(max_length=MAX_CANDIDATES)]
     cached_tokens: Count = 0  # of the prompt, on the worker chosen; known also without candidates
+    # of a sampled prompt: rolling hashes of its first 1, 2, 4, 8, ... KV blocks (prefixes.py)
+    prefix: Annotated[tuple[Hash, ...], msgspec.Meta(max_length=MAX_PREFIX_DEPTHS)] = ()
 
 
 class FirstToken(msgspec.Struct, frozen=True, array_like=True, tag="first_token"):
