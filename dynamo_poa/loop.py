@@ -20,6 +20,7 @@ import structlog
 from dynamo_poa import telemetry
 from dynamo_poa.clock import Clock
 from dynamo_poa.controller import pinned, released, step, take_over
+from dynamo_poa.coupling import AllocationEstimate, CachingEstimate
 from dynamo_poa.decisions import DecisionLog, Traffic
 from dynamo_poa.errors import ActuationError, BusError
 from dynamo_poa.fleet import Notice, pools_of
@@ -27,6 +28,7 @@ from dynamo_poa.load import WorkerState
 from dynamo_poa.policies import settings_to_price
 from dynamo_poa.policies.running import Asked
 from dynamo_poa.pricing import Pricer
+from dynamo_poa.slow_games import SlowGames
 from dynamo_poa.telemetry import RouterView, Sink, TelemetryRecord
 from dynamo_poa.tick import ControllerState, Counts, Effects, Observation, Settings
 from dynamo_poa.ttft import FrontendScraper, FrontendSnapshot, combine
@@ -39,6 +41,7 @@ FRONTEND_GRACE_S = 15.0
 STORE_WAIT_S = 10.0  # a server without JetStream never answers; routers then live off heartbeats
 STORE_TIMEOUT_S = 0.5
 RATE_HALF_LIFE_S = 2.0
+_NOT_PLAYED = CachingEstimate(reason="not priced"), AllocationEstimate(reason="not priced")
 
 
 class ParamsChannel(Protocol):
@@ -117,6 +120,7 @@ class ControlLoop:
         fleet: FleetView,
         decisions: DecisionLog,
         pricer: Pricer,
+        games: SlowGames | None = None,
         cards: Callable[[], Iterable[WorkerCard]] = tuple,
         frontend: FrontendScraper | None = None,
         sinks: Sequence[Sink] = (),
@@ -137,6 +141,7 @@ class ControlLoop:
         self._foreign: RouterParams | None = None
         self._awaited_since_s: float | None = None
         self._pricer = pricer
+        self._games = games
         self._due_at_s: dict[str, float] = {}
         self._rate = _Rate()
         self._tick_s = 0.0
@@ -175,6 +180,8 @@ class ControlLoop:
                 await self._clock.sleep(next_at_s - now_s)
         finally:
             await self._pricer.aclose()
+            if self._games is not None:
+                await self._games.aclose()
             if self._scrape is not None:
                 self._scrape.cancel()
                 await asyncio.gather(self._scrape, return_exceptions=True)
@@ -287,6 +294,7 @@ class ControlLoop:
             self._say_failed(error)
         if self._is_due("estimate", at_s, config.estimate_s):
             self._pricer.look(at_s, workers, decisions, self._asked_about())
+        caching, allocation = self._slow_games(at_s)
         ttft, traffic = decisions.take_ttft(), decisions.traffic(at_s)
         if self._frontend is not None:
             from_frontend, snapshot = self._frontend.take(at_s)
@@ -309,6 +317,8 @@ class ControlLoop:
             latencies=self._pricer.latencies,
             outcomes=decisions.take_outcomes(),
             predicted=self._pricer.predicted,
+            caching=caching,
+            allocation=allocation,
             routers=tuple(
                 RouterView(
                     router_id=router.router_id,
@@ -324,6 +334,17 @@ class ControlLoop:
             message_age_s=at_s - max(heard) if heard else None,
             counts=self._counts(at_s),
         )
+
+    def _slow_games(self, at_s: float) -> tuple[CachingEstimate, AllocationEstimate]:
+        """Return the latest prices of the other two games, and have them priced anew when it is time."""
+        games = self._games
+        if games is None:
+            return _NOT_PLAYED
+        if (error := games.take_failure()) is not None:
+            self._say_failed(error)
+        if self._is_due("games", at_s, self._settings.config.games_s):
+            games.look(at_s)
+        return games.caching, games.allocation
 
     def _asked_about(self) -> tuple[Setting, ...]:
         """Return the settings that policies want to know the price of."""

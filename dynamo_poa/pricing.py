@@ -17,6 +17,7 @@ from dynamo_poa.flight import InFlight
 from dynamo_poa.frozen import METHOD, frozen_estimate
 from dynamo_poa.latency import LatencyBook
 from dynamo_poa.load import WorkerState
+from dynamo_poa.one_job import OneJob
 from dynamo_poa.snapshot import Snapshot, foreign_tokens, price, take_snapshot
 from dynamo_poa.values import Estimate, Role, Setting, WorkerKey, WorkerLatency
 
@@ -51,7 +52,6 @@ class Pricer:
     latencies:         what is known of each worker's speed, as of the last look
     marginal, frozen:  the latest estimates
     predicted:         mean cost of the latest decisions under each setting that was asked about, in seconds
-    skipped:           instants that were not priced because the one before took too long
     """
 
     def __init__(
@@ -72,14 +72,13 @@ class Pricer:
         self.marginal = Estimate(reason="no decisions")
         self.frozen = Estimate(reason="no decisions", method=METHOD)
         self.predicted: Mapping[Setting, float] = {}
-        self.skipped = 0
         self._estimator = MarginalEstimator(window_s)
         self._book = book
         self._run = run
         self._block_size = block_size
         self._output_tokens = {} if output_tokens is None else output_tokens
         self._scale_is_weight = scale_is_weight
-        self._job: asyncio.Task[None] | None = None
+        self._job = OneJob("pricing")
 
     def look(
         self,
@@ -92,8 +91,7 @@ class Pricer:
 
         Args:  settings: what the latest decisions are priced under.
         """
-        if self._job is not None and not self._job.done():
-            self.skipped += 1
+        if not self._job.is_free():
             return
         running, windows = decisions.running(), decisions.windows()
         arrivals_per_s = decisions.traffic(at_s).arrival_rate or 0.0
@@ -112,14 +110,16 @@ class Pricer:
             predicted = counterfactual.predict(windows, settings, model) if settings else {}
             return latencies, self._estimator.estimate(at_s), frozen_estimate(windows), predicted
 
-        self._job = asyncio.create_task(self._take(job), name="pricing")
+        self._job.start(self._take(job))
+
+    @property
+    def skipped(self) -> int:
+        """Return how many instants were not priced because the one before took too long."""
+        return self._job.skipped
 
     def take_failure(self) -> BaseException | None:
         """Return what a job that has ended tripped over, once; there is no estimate until one succeeds."""
-        if self._job is None or not self._job.done():
-            return None
-        job, self._job = self._job, None
-        error = None if job.cancelled() else job.exception()
+        error = self._job.take_failure()
         if error is not None:
             self.marginal = Estimate(reason=f"pricing failed: {error!r}")
             self.frozen = Estimate(reason=self.marginal.reason, method=METHOD)
@@ -133,14 +133,11 @@ class Pricer:
 
     async def settled(self) -> None:
         """Wait until nothing is being priced; for tests and measurements, no tick does."""
-        if self._job is not None:
-            await asyncio.wait({self._job})
+        await self._job.settled()
 
     async def aclose(self) -> None:
         """Wait for nothing more; a thread that computes ends by itself."""
-        if self._job is not None:
-            self._job.cancel()
-            await asyncio.gather(self._job, return_exceptions=True)
+        await self._job.aclose()
 
     async def _take(self, job: Callable[[], Found]) -> None:
         self.latencies, self.marginal, self.frozen, self.predicted = await self._run(job)

@@ -2,49 +2,54 @@
 
 Owns: the one job at a time in a worker thread, the latest estimates.
 Does not own: what is computed (placement.py, split.py), when it is due (loop.py).
-Invariant: a job that takes longer than the time to the next skips it, counted; a game that fails is absent
-           with its reason, and the other goes on.
+Invariant: a job that takes longer than the time to the next skips it, counted; games that fail are absent
+           with a reason until one succeeds.
 """
 
 import asyncio
 from collections.abc import Awaitable, Callable
 
 from dynamo_poa.coupling import AllocationEstimate, CachingEstimate
+from dynamo_poa.one_job import OneJob
 
 Found = tuple[CachingEstimate, AllocationEstimate]
 Run = Callable[[Callable[[], Found]], Awaitable[Found]]
+NoteCaching = Callable[[float], Callable[[], CachingEstimate]]
+NoteAllocation = Callable[[float], Callable[[], AllocationEstimate]]
 
 
 class SlowGames:
     """Prices both games now and then.
 
     caching, allocation:  the latest estimates
-    skipped:              times nothing was priced because the job before took too long
     """
 
-    def __init__(self, run: Run = asyncio.to_thread) -> None:
-        """Price in a worker thread, or as `run` does it."""
+    def __init__(
+        self, note_caching: NoteCaching, note_allocation: NoteAllocation, run: Run = asyncio.to_thread
+    ) -> None:
+        """Price in a worker thread, or as `run` does it.
+
+        Args:  note_*: note what is known at an instant, at once, and return what prices it, in any thread.
+        """
         self.caching = CachingEstimate(reason="not priced yet")
         self.allocation = AllocationEstimate(reason="not priced yet")
-        self.skipped = 0
+        self._note_caching, self._note_allocation = note_caching, note_allocation
         self._run = run
-        self._job: asyncio.Task[None] | None = None
+        self._job = OneJob("slow games")
 
-    def look(
-        self, caching: Callable[[], CachingEstimate], allocation: Callable[[], AllocationEstimate]
-    ) -> None:
-        """Begin to price both, on what each has noted of this instant."""
-        if self._job is not None and not self._job.done():
-            self.skipped += 1
-            return
-        self._job = asyncio.create_task(self._take(lambda: (caching(), allocation())), name="slow games")
+    def look(self, at_s: float) -> None:
+        """Begin to price both games as they stand now."""
+        if self._job.is_free():
+            self._job.start(self._price(at_s))
+
+    @property
+    def skipped(self) -> int:
+        """Return how often nothing was priced because the job before took too long."""
+        return self._job.skipped
 
     def take_failure(self) -> BaseException | None:
         """Return what a job that has ended tripped over, once; there is no estimate until one succeeds."""
-        if self._job is None or not self._job.done():
-            return None
-        job, self._job = self._job, None
-        error = None if job.cancelled() else job.exception()
+        error = self._job.take_failure()
         if error is not None:
             self.caching = CachingEstimate(reason=f"pricing failed: {error!r}")
             self.allocation = AllocationEstimate(reason=self.caching.reason)
@@ -52,14 +57,12 @@ class SlowGames:
 
     async def settled(self) -> None:
         """Wait until nothing is being priced; for tests and measurements, no tick does."""
-        if self._job is not None:
-            await asyncio.wait({self._job})
+        await self._job.settled()
 
     async def aclose(self) -> None:
         """Wait for nothing more; a thread that computes ends by itself."""
-        if self._job is not None:
-            self._job.cancel()
-            await asyncio.gather(self._job, return_exceptions=True)
+        await self._job.aclose()
 
-    async def _take(self, job: Callable[[], Found]) -> None:
-        self.caching, self.allocation = await self._run(job)
+    async def _price(self, at_s: float) -> None:
+        caching, allocation = self._note_caching(at_s), self._note_allocation(at_s)
+        self.caching, self.allocation = await self._run(lambda: (caching(), allocation()))
