@@ -114,6 +114,10 @@ class Unpicked(PoaError):
         super().__init__(f"{reason}: {detail}" if detail else reason)
 
 
+class Unhashed(PoaError):
+    """Count, and report the decision without its prompt's prefix: Dynamo did not hash the prompt."""
+
+
 class RecordUnchangeable(PoaError):
     """Stay on the stream path: our entry in Dynamo's discovery cannot be made to point to the relay."""
 

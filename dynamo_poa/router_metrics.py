@@ -79,6 +79,11 @@ class RouterMetrics(Collector):
         for name, count, doc in (
             ("decision_events_sent", self._reporter.sent, "decision events sent to the controller"),
             ("decision_events_dropped", self._reporter.dropped, "decision events lost to a full queue"),
+            (
+                "prompts_unhashed",
+                self._stats.unhashed,
+                "sampled decisions told without the prompt's prefix: Dynamo did not hash it",
+            ),
             ("bus_reconnects", self._bus.reconnects, "reconnects to NATS"),
         ):
             yield CounterMetricFamily(f"poa_router_{name}", doc, value=count)

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from dynamo_poa.avoid import AvoidList
 from dynamo_poa.clock import Clock
-from dynamo_poa.errors import PoaError, Unpicked
+from dynamo_poa.errors import PoaError, Unhashed, Unpicked
 from dynamo_poa.handover import Handovers, meeting_place, room_of
 from dynamo_poa.ledger import Ticket
 from dynamo_poa.picker import Picker, Ranks
@@ -50,6 +50,10 @@ class Pool(Protocol):
 
     async def overlaps(self, token_ids: list[int]) -> dict[tuple[int, int], int]:
         """Return how many of the prompt's tokens each rank holds, or raise Unpicked."""
+        ...
+
+    def prefix(self, token_ids: list[int]) -> tuple[int, ...]:
+        """Return the hashes of the prompt's prefixes as `wire.Chosen` tells them, or raise Unhashed."""
         ...
 
     def book_pinned(
@@ -112,6 +116,7 @@ class RouterStats:
 
     marginal:  requests that were to go by marginal cost: `picked`, or why Dynamo's own selection had them
     untold:    of the picked, those that Dynamo's router does not know of as load
+    unhashed:  sampled decisions told without the prompt's prefix, because Dynamo did not hash it
     """
 
     def __init__(self) -> None:
@@ -120,6 +125,7 @@ class RouterStats:
         self.retries: Counter[str] = Counter()
         self.marginal: Counter[str] = Counter()
         self.untold = 0
+        self.unhashed = 0
 
 
 class Sampler:
@@ -220,12 +226,12 @@ class Trip:
         if not token_ids:
             raise RequestRefused("token_ids = []: must hold at least one token")
         params = means.params.current
-        picked = None
+        sampled, picked = means.sampler.take(), None
         if params.selection is Selection.MARGINAL and means.picker is not None:
-            picked = await self._pick(means.picker, token_ids)
+            picked = await self._pick(means.picker, token_ids, record=sampled)
         if picked is None:
             override = means.override(params, self.request.get("router_config_override"))
-            candidates = await means.pool.candidates(token_ids) if means.sampler.take() else ()
+            candidates = await means.pool.candidates(token_ids) if sampled else ()
             booked, picks = await self._book(token_ids, override)
             if picks > 1:
                 candidates = ()  # a draw around a dead worker says nothing of the policy: it is not priced
@@ -246,12 +252,23 @@ class Trip:
                 attempt=attempt,
                 candidates=candidates,
                 cached_tokens=booked.cached_tokens,
+                prefix=self._prefix(token_ids) if sampled else (),
             )
         )
         return worker
 
+    def _prefix(self, token_ids: list[int]) -> tuple[int, ...]:
+        """Return the prompt's prefixes, none where it is not computed or was not hashed."""
+        if self._means.role is Role.DECODE:
+            return ()
+        try:
+            return self._means.pool.prefix(token_ids)
+        except Unhashed:
+            self._means.stats.unhashed += 1
+            return ()
+
     async def _pick(
-        self, picker: Picker, token_ids: list[int]
+        self, picker: Picker, token_ids: list[int], *, record: bool
     ) -> tuple[Booked, tuple[Candidate, ...]] | None:
         """Pick by marginal cost and book; None, counted, where Dynamo's own selection is to have the request.
 
@@ -269,7 +286,7 @@ class Trip:
                 cached,
                 tried=self.tried,
                 reachable=self.handover is not None,
-                record=means.sampler.take(),
+                record=record,
             )
         except Unpicked as unpicked:
             stats[unpicked.reason] += 1

@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from dynamo_poa.errors import WorkerUnreachable
+from dynamo_poa.prefixes import prefix_hashes
 from dynamo_poa.values import Booked, Candidate, Role, WorkerCard, WorkerKey
 from dynamo_poa.wire import DecisionEvent
 
@@ -50,6 +51,8 @@ class FakePool:
         self.tells_pinned = True
         self.overlaps_asked = 0
         self.overlaps_error: Exception | None = None
+        self.prefixes_asked = 0
+        self.prefix_error: Exception | None = None
         self._turn = 0
 
     async def candidates(self, token_ids: list[int]) -> tuple[Candidate, ...]:
@@ -61,6 +64,12 @@ class FakePool:
         if self.overlaps_error is not None:
             raise self.overlaps_error
         return {(worker, 0): tokens for worker, tokens in self.cached_tokens.items()}
+
+    def prefix(self, token_ids: list[int]) -> tuple[int, ...]:
+        self.prefixes_asked += 1
+        if self.prefix_error is not None:
+            raise self.prefix_error
+        return prefix_hashes(token_ids)  # a block is a token
 
     def book_pinned(
         self, token_ids: list[int], worker: WorkerKey, uncached_tokens: int, booking: str

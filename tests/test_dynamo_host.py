@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from dynamo.llm import compute_block_hash_for_seq
 from fakes import A
 from structlog.testing import capture_logs
 
@@ -21,7 +22,8 @@ from dynamo_poa.dynamo_host import (
     router_override,
     use_relay,
 )
-from dynamo_poa.errors import ConfigError, Unpicked, WorkerUnreachable
+from dynamo_poa.errors import ConfigError, Unhashed, Unpicked, WorkerUnreachable
+from dynamo_poa.prefixes import roll
 from dynamo_poa.values import Address, Booked, Candidate, Role, RouterParams, WorkerKey
 
 PARAMS = RouterParams(revision=3, router_temperature=0.7, overlap_weight=0.1)
@@ -171,6 +173,22 @@ async def test_an_index_that_does_not_say_leaves_the_choice_to_dynamo(answer: An
     with pytest.raises(Unpicked) as unpicked:
         await pool.overlaps([1] * 70)
     assert unpicked.value.reason == "failed"
+
+
+def test_a_prompt_s_prefixes_are_its_blocks_rolled_up() -> None:
+    """Dynamo's own block hashes, at 1, 2 and 4 of five full blocks; the rest of the prompt is no block."""
+    pool = WorkerPool(None, None, Role.PREFILL, 16, ManualClock())
+    tokens = list(range(87))
+    first, second, third, fourth, _ = compute_block_hash_for_seq(tokens, 16)
+    two = roll(first, second)
+    assert pool.prefix(tokens) == (first, two, roll(roll(two, third), fourth))
+    assert pool.prefix(tokens[:15]) == ()
+
+
+def test_a_prompt_that_cannot_be_hashed_has_no_prefixes() -> None:
+    """Dynamo takes 32-bit token ids and raises in its own words."""
+    with pytest.raises(Unhashed):
+        WorkerPool(None, None, Role.PREFILL, 16, ManualClock()).prefix([-1] * 16)
 
 
 class Client:

@@ -21,6 +21,7 @@ from dynamo_poa.handover import Handovers
 from dynamo_poa.ledger import Ledger
 from dynamo_poa.marginal import Loads
 from dynamo_poa.picker import Picker
+from dynamo_poa.prefixes import prefix_hashes
 from dynamo_poa.router import Leg
 from dynamo_poa.trip import RouterStats
 from dynamo_poa.values import Curve, Role, RouterParams, Selection, WorkerCard, WorkerKey
@@ -78,6 +79,7 @@ class Bench:
         *,
         handovers: Handovers | None = None,
         selection: Selection = Selection.MARGINAL,
+        config: RouterConfig | None = None,
     ) -> None:
         self.clock = ManualClock()
         self.parts = Parts(role, self.clock)
@@ -93,7 +95,7 @@ class Bench:
             handovers=handovers,
             avoid=self.parts.avoid,
             stats=self.stats,
-            config=RouterConfig(),
+            config=config or RouterConfig(),
             clock=self.clock,
             picker=self.parts.picker,
         )
@@ -107,6 +109,22 @@ class Bench:
 
     def chosen(self) -> list[Chosen]:
         return [event for event in self.events if isinstance(event, Chosen)]
+
+
+@pytest.mark.parametrize("role", list(Role))
+async def test_a_sampled_request_s_prefixes_are_told_whoever_chooses(role: Role) -> None:
+    """Picked or left to Dynamo's selection: a decision is sampled once, in time with its candidates."""
+    bench = Bench(role, config=RouterConfig(candidates_per_s=2.0))
+    async for _ in bench.generate("r1"):  # without coefficients: Dynamo's selection has it
+        pass
+    bench.parts.say()
+    for request_id in ("r2", "r3"):
+        async for _ in bench.generate(request_id):
+            pass
+    hashes = () if role is Role.DECODE else prefix_hashes([1, 2, 3])
+    assert bench.stats.marginal == {"no_coefficients": 1, "picked": 2}
+    assert [event.prefix for event in bench.chosen()] == [hashes, hashes, ()]
+    assert [len(event.candidates) for event in bench.chosen()] == [2, 2, 0]
 
 
 @pytest.mark.parametrize("role", list(Role))

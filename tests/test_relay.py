@@ -15,6 +15,7 @@ from waiting import eventually
 
 from dynamo_poa.clock import ManualClock
 from dynamo_poa.frames import ACCEPTED, FrameLimits, error_answer
+from dynamo_poa.prefixes import prefix_hashes
 from dynamo_poa.values import Outcome
 from dynamo_poa.wire import Chosen, Ended, FirstToken
 
@@ -38,6 +39,7 @@ async def test_a_request_is_forwarded_and_its_answer_comes_back_byte_for_byte() 
         assert isinstance(ended, Ended)
         assert (chosen.request_id, chosen.worker_id, chosen.prompt_tokens) == ("r0", A, 3)
         assert (chosen.attempt, chosen.revision) == (1, 7)
+        assert chosen.prefix == prefix_hashes([1, 2, 3])
         assert ended.outcome is Outcome.OK
         assert bench.pool.prefilled_ids == list(bench.pool.booked)
         assert (bench.relay.forwarded, dict(bench.relay.handed_on)) == (1, {})

@@ -12,8 +12,9 @@ from structlog.testing import capture_logs
 from dynamo_poa.avoid import AvoidList
 from dynamo_poa.clock import ManualClock
 from dynamo_poa.config import RouterConfig
-from dynamo_poa.errors import AnswerFailed, RequestShed, WorkerUnreachable
+from dynamo_poa.errors import AnswerFailed, RequestShed, Unhashed, WorkerUnreachable
 from dynamo_poa.handover import HandoverFailed, Handovers
+from dynamo_poa.prefixes import prefix_hashes
 from dynamo_poa.router import Leg
 from dynamo_poa.trip import RequestRefused, RouterStats, Sampler
 from dynamo_poa.values import MAX_ROUTER_TEMPERATURE, Outcome, Role, RouterParams
@@ -28,7 +29,12 @@ class Holder:
 class Bench:
     """One leg on fakes."""
 
-    def __init__(self, role: Role = Role.AGGREGATED, handovers: Handovers | None = None) -> None:
+    def __init__(
+        self,
+        role: Role = Role.AGGREGATED,
+        handovers: Handovers | None = None,
+        config: RouterConfig | None = None,
+    ) -> None:
         self.clock = ManualClock()
         self.pool = FakePool([A, B], role)
         self.holder = Holder()
@@ -50,7 +56,7 @@ class Bench:
             handovers=handovers,
             avoid=self.avoid,
             stats=self.stats,
-            config=RouterConfig(),
+            config=config or RouterConfig(),
             clock=self.clock,
         )
 
@@ -78,6 +84,45 @@ async def test_a_request_is_booked_streamed_reported_and_freed() -> None:
     assert bench.pool.prefilled_ids == list(bench.pool.booked)
     assert bench.pool.open_bookings() == []
     assert bench.stats.in_flight[Role.AGGREGATED] == 0
+
+
+@pytest.mark.parametrize(
+    ("role", "told"), [(Role.AGGREGATED, True), (Role.PREFILL, True), (Role.DECODE, False)]
+)
+async def test_a_sampled_prompt_s_prefixes_are_told_by_the_leg_that_computes_it(
+    role: Role, told: bool
+) -> None:
+    """The same sample as the candidates: caching is priced on who asked for what. Contract: wire.Chosen."""
+    bench = Bench(role)
+    async for _ in bench.generate():
+        pass
+    chosen = bench.events[0]
+    assert isinstance(chosen, Chosen)
+    assert chosen.prefix == (prefix_hashes([1, 2, 3]) if told else ())
+    assert len(chosen.candidates) == 2
+    assert bench.pool.prefixes_asked == told
+
+
+async def test_prompts_beyond_the_sample_are_not_hashed() -> None:
+    """Hashing costs 104 us for 4,096 tokens: `candidates_per_s` bounds what is spent on it."""
+    bench = Bench(config=RouterConfig(candidates_per_s=2.0))
+    for number in range(5):
+        async for _ in bench.generate(f"r{number}"):
+            pass
+    told = [bool(event.prefix) for event in bench.events if isinstance(event, Chosen)]
+    recorded = [bool(event.candidates) for event in bench.events if isinstance(event, Chosen)]
+    assert told == recorded == [True, True, False, False, False]
+    assert bench.pool.prefixes_asked == 2
+
+
+async def test_a_prompt_that_dynamo_does_not_hash_is_served_and_counted() -> None:
+    """What is only told of a request must not cost it."""
+    bench = Bench()
+    bench.pool.prefix_error = Unhashed("another release")
+    assert len([chunk async for chunk in bench.generate()]) == 4
+    chosen = bench.events[0]
+    assert isinstance(chosen, Chosen)
+    assert (chosen.prefix, len(chosen.candidates), bench.stats.unhashed) == ((), 2, 1)
 
 
 async def test_routing_data_never_reaches_the_frontend() -> None:
