@@ -16,6 +16,7 @@ import msgspec
 from dynamo_poa import pressure
 from dynamo_poa.baseline import Baseline
 from dynamo_poa.config import ControllerConfig
+from dynamo_poa.coupling import couple
 from dynamo_poa.demand import Load
 from dynamo_poa.evidence import Demand, PoolReading, read_pools
 from dynamo_poa.policies import Answer, View
@@ -23,7 +24,15 @@ from dynamo_poa.policies.running import Guard, next_answer, restarted, unguarded
 from dynamo_poa.pressure import PressureState, next_pressure
 from dynamo_poa.regime import next_regime, unseen
 from dynamo_poa.regime_state import RegimeSignal, RegimeState, Verdict
-from dynamo_poa.report import hot_events, params_event, policy_events, regime_event, telemetry_record
+from dynamo_poa.report import (
+    advice_event,
+    explained,
+    hot_events,
+    params_event,
+    policy_events,
+    regime_event,
+    telemetry_record,
+)
 from dynamo_poa.tick import Choice, ControllerState, Effects, Observation, Settings, Watched
 from dynamo_poa.trend import Trend, next_trend
 from dynamo_poa.values import (
@@ -113,12 +122,14 @@ def step(
     kept = state.kept and not changed and seen.foreign is None
     before = state.regime.regime
     state = msgspec.structs.replace(
-        state, regime=regime, pin=pin, ended=ended, kept=kept, tick=state.tick + 1
+        state, regime=regime, pin=pin, ended=ended, kept=kept, tick=state.tick + 1, advice=seen.advice
     )
     state = _count_swap(state, seen)
 
     state, answer, shadow = _ask(state, seen, settings, pools, guard, stale=bool(stale))
-    wanted = Choice(answer.setting, ParamsKind.POLICY, _reason(settings, answer, verdict))
+    coupling = couple(seen.estimate, seen.caching, seen.allocation, seen.advice)
+    why = explained(_reason(settings, answer, verdict), regime.regime, coupling)
+    wanted = Choice(answer.setting, ParamsKind.POLICY, why)
     choice = _choose(state, seen, settings, wanted, stale=bool(stale))
     publish = _difference(state, seen, settings, choice)
     if publish is not None:
@@ -133,7 +144,10 @@ def step(
     told_of = publish if changes else None  # a record that only carries newer baselines is no change
     state, told = params_event(state, seen.current, told_of, choice, wanted, applied)
     events += [*policy_events(before_step, state, settings), *told]
-    watched = Watched(readings=readings, pools=pools, trend=trend, answer=answer, shadow=shadow)
+    events += advice_event(before_step.advice, seen)
+    watched = Watched(
+        readings=readings, pools=pools, trend=trend, answer=answer, shadow=shadow, coupling=coupling
+    )
     record = telemetry_record(state, seen, settings, verdict, in_force, wanted, applied, watched)
     return state, Effects(publish=publish, events=tuple(events), record=record)
 

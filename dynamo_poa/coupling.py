@@ -122,6 +122,9 @@ class AllocationEstimate(msgspec.Struct, frozen=True, kw_only=True):
     poa_hat:        cost of the present split over that of the best one; a split costs the seconds it takes
                     to get a request done within its objectives, 1 / goodput
     best, equilibrium:  social optimum and variational equilibrium (equal marginal attainment)
+    target:         the nearest split that is as good as the best, or nearly; None where the present one is
+    gain_frac:      goodput gained by changing to it, as a share of the present split's
+    gain_low, gain_high:  its 95 % interval, over the arrivals the mix was measured on; the model is taken as given
     one_more_*:     goodput gained by one worker more in that pool, as a share; the other pool is left alone
     """
 
@@ -130,6 +133,10 @@ class AllocationEstimate(msgspec.Struct, frozen=True, kw_only=True):
     now: Attainment | None = None
     best: Attainment | None = None
     equilibrium: Attainment | None = None
+    target: Attainment | None = None
+    gain_frac: float | None = None
+    gain_low: float | None = None
+    gain_high: float | None = None
     one_more_prefill: float | None = None
     one_more_decode: float | None = None
 
@@ -168,6 +175,16 @@ def couple(
         dominant=dominant,
         remedy=_remedy(dominant, allocation, advice),
     )
+
+
+def in_words(coupling: Coupling) -> str:
+    """Say where the cost beyond an unloaded system comes from, and what would help."""
+    shares = coupling.shares
+    if shares is None:
+        return "no cost beyond that of an unloaded system is known"
+    parts = f"{shares.congestion:.0%} routing, {shares.miss:.0%} caching, {shares.capacity:.0%} capacity"
+    said = f"the cost beyond an unloaded system is {parts}"
+    return f"{said}: {coupling.remedy}" if coupling.remedy else said
 
 
 def _dominant(shares: Shares) -> str:

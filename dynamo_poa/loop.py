@@ -18,6 +18,7 @@ import msgspec
 import structlog
 
 from dynamo_poa import telemetry
+from dynamo_poa.advice import AdviceState, next_advice
 from dynamo_poa.clock import Clock
 from dynamo_poa.controller import pinned, released, step, take_over
 from dynamo_poa.coupling import AllocationEstimate, CachingEstimate
@@ -142,6 +143,7 @@ class ControlLoop:
         self._awaited_since_s: float | None = None
         self._pricer = pricer
         self._games = games
+        self._advice = AdviceState()
         self._due_at_s: dict[str, float] = {}
         self._rate = _Rate()
         self._tick_s = 0.0
@@ -295,6 +297,7 @@ class ControlLoop:
         if self._is_due("estimate", at_s, config.estimate_s):
             self._pricer.look(at_s, workers, decisions, self._asked_about())
         caching, allocation = self._slow_games(at_s)
+        self._advice = next_advice(self._advice, allocation, at_s)
         ttft, traffic = decisions.take_ttft(), decisions.traffic(at_s)
         if self._frontend is not None:
             from_frontend, snapshot = self._frontend.take(at_s)
@@ -319,6 +322,7 @@ class ControlLoop:
             predicted=self._pricer.predicted,
             caching=caching,
             allocation=allocation,
+            advice=self._advice.given,
             routers=tuple(
                 RouterView(
                     router_id=router.router_id,

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import msgspec
 
 from dynamo_poa import telemetry
-from dynamo_poa.coupling import couple
+from dynamo_poa.coupling import Advice, Coupling
 from dynamo_poa.hot import HotChange
 from dynamo_poa.policies import Answer, Policy
 from dynamo_poa.policies.running import PolicyRun
@@ -123,6 +123,33 @@ def policy_events(before: ControllerState, now: ControllerState, settings: Setti
     return events
 
 
+def advice_event(before: Advice | None, seen: Observation) -> list[Event]:
+    """Say that operators are advised to move workers, or no longer, once for each change of split."""
+    now, present = seen.advice, seen.allocation.now
+    was, becomes = _advised(before), _advised(now)
+    if was == becomes:
+        return []
+    details: dict[str, object] = {"split": None if present is None else str(present.split)}
+    if now is None:
+        reason = seen.allocation.reason or "no other split is better beyond noise, or workers were moved"
+    else:
+        reason = str(now)
+        details |= {name: getattr(now, name) for name in ("gain_frac", "gain_low", "gain_high", "held_s")}
+    return [
+        Event(
+            name=telemetry.ADVICE_WITHDRAWN if now is None else telemetry.ADVICE_GIVEN,
+            before={"advised": was},
+            after={"advised": becomes},
+            reason=reason,
+            details=details,
+        )
+    ]
+
+
+def _advised(advice: Advice | None) -> str | None:
+    return None if advice is None else str(advice.then.split)
+
+
 def _told(
     policy: Policy, run: PolicyRun, answer: Answer, seen: Observation, in_force: RouterParams
 ) -> PolicyView:
@@ -142,6 +169,13 @@ def _told(
         disabled_left_s=left_s,
         errors=run.errors,
     )
+
+
+def explained(reason: str, regime: Regime, coupling: Coupling) -> str:
+    """Return a reason with what no policy can change: under load, when capacity is where the cost is from."""
+    if regime is Regime.BELOW or coupling.dominant != "capacity":
+        return reason
+    return f"{reason}; capacity dominates: {coupling.remedy}"
 
 
 def telemetry_record(
@@ -173,7 +207,7 @@ def telemetry_record(
         namespace=settings.namespace,
         mode=settings.config.mode,
         regime=regime.regime,
-        reason=verdict.reason,
+        reason=explained(verdict.reason, regime.regime, watched.coupling),
         applied=applied,
         router_temperature=in_force.router_temperature,
         overlap_weight=in_force.overlap_weight,
@@ -200,7 +234,7 @@ def telemetry_record(
         poa_reason=seen.estimate.reason,
         poa_frozen=seen.frozen.poa_hat,
         poa_frozen_by_role=seen.frozen.by_role,
-        coupling=couple(seen.estimate, seen.caching, seen.allocation, seen.advice),
+        coupling=watched.coupling,
         caching=seen.caching,
         allocation=seen.allocation,
         cache_swap=seen.cache_swap,

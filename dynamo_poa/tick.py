@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import msgspec
 
 from dynamo_poa.config import ControllerConfig
-from dynamo_poa.coupling import Advice, AllocationEstimate, CacheSwap, CachingEstimate
+from dynamo_poa.coupling import Advice, AllocationEstimate, CacheSwap, CachingEstimate, Coupling
 from dynamo_poa.decisions import Traffic
 from dynamo_poa.evidence import PoolReading
 from dynamo_poa.load import WorkerState
@@ -96,6 +96,7 @@ class ControllerState(msgspec.Struct, frozen=True, kw_only=True):
     ended:      why an operator's parameters count no more, until a record that follows them is in force
     kept:       the record in force is an operator's outside write, kept until the regime next changes
     policy, shadow_policy:  the policies between two ticks
+    advice:     on the split of workers, as last told
     last_setting, since_s:  what was last seen in force, and since when
     last_held:  the outcome and wish last reported as held, so that it is said once
     """
@@ -110,6 +111,7 @@ class ControllerState(msgspec.Struct, frozen=True, kw_only=True):
     swaps: int = 0
     policy: PolicyRun = PolicyRun()
     shadow_policy: PolicyRun = PolicyRun()
+    advice: Advice | None = None
     last_setting: Setting | None = None
     since_s: float = 0.0
     last_held: tuple[Applied, Setting] | None = None
@@ -134,13 +136,18 @@ class Effects(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Watched(msgspec.Struct, frozen=True, kw_only=True):
-    """What a tick found beside TTFT; empty on stale data. `answer`, `shadow`: what the policies said."""
+    """What a tick found beside TTFT; empty on stale data.
+
+    answer, shadow:  what the policies said
+    coupling:        the three games side by side
+    """
 
     readings: Mapping[Role, PoolReading] = {}
     pools: Mapping[Role, PoolRegime] = {}
     trend: Trend = Trend()
     answer: Answer | None = None
     shadow: Answer | None = None
+    coupling: Coupling = Coupling()
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
