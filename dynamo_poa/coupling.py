@@ -124,7 +124,7 @@ class AllocationEstimate(msgspec.Struct, frozen=True, kw_only=True):
     best, equilibrium:  social optimum and variational equilibrium (equal marginal attainment)
     target:         the nearest split that is as good as the best, or nearly; None where the present one is
     gain_frac:      goodput gained by changing to it, as a share of the present split's
-    gain_low, gain_high:  its 95 % interval, over the arrivals the mix was measured on; the model is taken as given
+    gain_low, gain_high:  its 95 % interval, of the arrivals; the model is taken as given
     one_more_*:     goodput gained by one worker more in that pool, as a share; the other pool is left alone
     """
 

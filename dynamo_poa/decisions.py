@@ -17,6 +17,7 @@ from dynamo_poa import wire
 from dynamo_poa.flight import Flight, InFlight, Uncached
 from dynamo_poa.frozen import PricedDecision, price
 from dynamo_poa.overlap import OverlapWindow
+from dynamo_poa.prompts import PromptWindow
 from dynamo_poa.ttft import sample_of
 from dynamo_poa.values import (
     MAX_REVISION,
@@ -79,6 +80,7 @@ class DecisionLog:
     earliest leg known by then. With sequential hand-over over two routers, a batch of the prefill leg that
     arrives after the decode leg's first token leaves that one request's TTFT short.
 
+    prompts:     those that came within `prompts_window_s`
     outcomes:    ended legs by (role, outcome)
     refused:     messages and events not taken, by reason
     lost:        batches missing between two sequence numbers
@@ -98,7 +100,9 @@ class DecisionLog:
         prefill_load_scale: float = 1.0,
         answering: frozenset[Role] = frozenset({Role.DECODE, Role.AGGREGATED}),
         max_requests: int = MAX_REQUESTS,
+        prompts_window_s: float = 60.0,
     ) -> None:
+        self.prompts = PromptWindow(prompts_window_s)
         self.outcomes: Counter[tuple[Role, Outcome]] = Counter()
         self.refused: Counter[str] = Counter()
         self.lost = 0
@@ -184,6 +188,7 @@ class DecisionLog:
             while window and at_s - window[0][0] > self._stale_s:
                 window.popleft()
         self._overlaps.forget(at_s - self._stale_s)
+        self.prompts.forget(at_s)
         while self._ttft and at_s - self._ttft[0][0] > self._ttft_window_s:
             self._ttft.popleft()
         while self._sizes and at_s - self._sizes[0][0] > self._stale_s:
@@ -289,6 +294,7 @@ class DecisionLog:
     def _chosen(self, event: wire.Chosen, router_id: str, at_s: float) -> bool:
         """Take in a decision; tell whether its request is a new one."""
         self._overlaps.add(event, at_s)
+        self.prompts.add(event, at_s)
         window = self._decided.setdefault(event.role, deque(maxlen=self._window))
         priced = price(
             Decision(
