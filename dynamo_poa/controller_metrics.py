@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from dynamo_poa.fleet import PublisherState
+from dynamo_poa.games_metrics import games_families
 from dynamo_poa.load import WorkerState
 from dynamo_poa.policy_metrics import PolicyMetrics
 from dynamo_poa.regime_state import UPSTREAM
@@ -91,6 +92,7 @@ class ControllerMetrics:
         )
         yield from _counters(record, self._outcomes)
         yield from self._policies.collect(record)
+        yield from games_families(record)
         yield from _worker_families(self._workers())
         yield from _latency_gauges(self._latencies())
         yield from _publisher_gauges(self._publishers())

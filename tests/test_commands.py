@@ -235,10 +235,12 @@ def test_a_record_is_shown_with_every_figure_and_every_unknown() -> None:
     """Unknown is `-` or a reason, never 0."""
     shown = text(record_view(RECORD)).splitlines()
     assert shown[0].startswith("graph       poa, mode active, tick 7 at ")
-    assert shown[1:10] == [
+    assert shown[1:12] == [
         "regime      transition  TTFT P99 2.000 s at or over θ1 1.000 s",
         "PoA-hat     1.500 (1.250 to 1.750) from 64 snapshots (prefill 1.750); the paper's: 1.125",
         "excess      miss 12.5%, congestion 37.5%, capacity 50.0%",
+        "caching     PoA-hat none: not priced yet",
+        "split       PoA-hat none: not priced yet",
         "stragglers  decode 14370722098883561847 5.0x slower than its pool",
         "TTFT        P50 -, P99 -, its average - (0 samples, none)",
         "against     baseline -, θ1 -, θ2 -",
@@ -246,12 +248,12 @@ def test_a_record_is_shown_with_every_figure_and_every_unknown() -> None:
         "policy      table: τ 0.7 ω 1, table",
         "load        - in flight, - arrivals/s, 0.0% refused",
     ]
-    assert [line.split() for line in shown[11:13]] == [
+    assert [line.split() for line in shown[13:15]] == [
         ["pool", "regime", "workers", "silent", "KV", "used", "fullest", "queued", "running", "busy"],
         ["prefill", "-", "2", "0", "25.0%", "-", "-", "-", "-"],
     ]
-    assert shown[15].split() == ["r1", "3", "heartbeat", "none", "0", "0.100", "s"]
-    assert shown[17:] == [
+    assert shown[17].split() == ["r1", "3", "heartbeat", "none", "0", "0.100", "s"]
+    assert shown[19:] == [
         "messages    kv-events 10; -/s, the last - ago",
         "dropped     schema 1",
         "legs ended  none",
@@ -316,7 +318,7 @@ def test_policies_are_shown_with_their_wish_reason_gain_and_failure() -> None:
         RECORD, policy=policy, shadow=shadow, selection=Selection.MARGINAL, prefill_load_scale=2.0
     )
     shown = text(record_view(record)).splitlines()
-    assert shown[7:10] == [
+    assert shown[9:12] == [
         "parameters  τ 0.7 ω 1 scale 2 marginal, revision 3, policy, applied; the policy would set τ 0.7 ω 1",
         "policy      auto: τ 0.3 ω 1, trial (pair 2 of 8)",
         "shadow      marginal: τ 0 ω 1 scale 4 marginal, policy_failed, predicted to save 12.5%, "

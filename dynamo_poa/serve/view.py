@@ -15,6 +15,7 @@ from rich.text import Text
 
 from dynamo_poa.regime_state import UPSTREAM
 from dynamo_poa.resources import show
+from dynamo_poa.serve.games_view import games_rows
 from dynamo_poa.serve.show import UNKNOWN, count, counts, figures_table, number, percent, seconds
 from dynamo_poa.telemetry import PolicyView, TelemetryRecord
 from dynamo_poa.values import PoolRegime, Regime, Setting, WorkerLatency
@@ -61,6 +62,8 @@ def _summary(record: TelemetryRecord) -> Table:
     if record.poa_shares is not None:
         shares = msgspec.structs.asdict(record.poa_shares)
         table.add_row("excess", ", ".join(f"{kind} {percent(share)}" for kind, share in shares.items()))
+    for name, text in games_rows(record):
+        table.add_row(name, text)
     if record.stragglers:
         table.add_row("stragglers", ", ".join(map(_straggler, record.stragglers)))
     table.add_row(
