@@ -9,6 +9,7 @@ Source: measured on ai-dynamo 1.4.2 and 1.6.1. The pattern is Dynamo's own for r
 """
 
 import asyncio
+import contextlib
 import functools
 import importlib.metadata
 import json
@@ -18,6 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import msgspec
 import structlog
 from dynamo.llm import (
     FpmEventSubscriber,
@@ -220,18 +222,18 @@ class WorkerDirectory:
             listed = watch.instance_ids()
             unread = listed - self._cards.keys() - self._refused
             for worker_id, text in watch.cards_of(unread).items():
-                self._read(worker_id, text)
+                self._read(worker_id, text, watch.host(worker_id))
             alive |= {worker_id: self._cards[worker_id] for worker_id in listed & self._cards.keys()}
         if alive.keys() != before:
             self._ranks = {}
         self._cards = alive
         self._raw = {worker_id: self._raw[worker_id] for worker_id in alive}
 
-    def _read(self, worker_id: int, text: str) -> None:
+    def _read(self, worker_id: int, text: str, host: str) -> None:
         """Take a card in, or refuse its worker: once is enough, a card does not change."""
         try:
             raw = json.loads(text)
-            card = card_from_mdc(worker_id, raw)
+            card = msgspec.structs.replace(card_from_mdc(worker_id, raw), host=host)
         except (ValueError, WireError) as error:
             self._refuse(worker_id, str(error))
             return
@@ -265,6 +267,14 @@ class _Watch:
     def instance_ids(self) -> set[int]:
         """Return who is listed now."""
         return set(self._client.instance_ids())
+
+    def host(self, worker_id: int) -> str:
+        """Return where an instance takes requests; empty when it is not on tcp or the address is none."""
+        for instance in self._client.instances():
+            if instance.instance_id == worker_id and instance.transport.kind == "tcp":
+                with contextlib.suppress(ValueError):
+                    return Address.parse(instance.transport.address).host
+        return ""
 
     def cards_of(self, unread: set[int]) -> dict[int, str]:
         """Return those of the wanted cards that have come; call again for the rest."""

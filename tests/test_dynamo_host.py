@@ -17,6 +17,7 @@ from dynamo_poa.dynamo_host import (
     DECODE_OVERRIDE,
     WorkerDirectory,
     WorkerPool,
+    _Watch,
     dynamo_version,
     relay_lack,
     router_override,
@@ -256,6 +257,9 @@ class Watch:
         card = {"worker_type": "decode", "display_name": "m"}
         return {w: json.dumps({**card, "kv_cache_block_size": self.block_sizes[w]}) for w in unread}
 
+    def host(self, worker_id: int) -> str:
+        return f"10.0.0.{worker_id}"
+
 
 def directory_of(watch: Watch) -> WorkerDirectory:
     directory = WorkerDirectory(None, {}, ManualClock(), block_size=16)
@@ -269,7 +273,7 @@ def test_a_worker_with_another_block_size_is_refused_once_naming_both_sizes() ->
     with capture_logs() as logs:
         directory.refresh()
         directory.refresh()
-    assert [card.worker_id for card in directory.cards()] == [1]
+    assert [(card.worker_id, card.host) for card in directory.cards()] == [(1, "10.0.0.1")]
     assert directory.count(Role.DECODE) == 1
     assert directory.refused(2)
     assert not directory.refused(1)
@@ -321,6 +325,17 @@ class Instances:
             SimpleNamespace(instance_id=w, transport=SimpleNamespace(kind=self._kind, address=address))
             for w, address in self.addresses.items()
         ]
+
+
+@pytest.mark.parametrize(
+    ("address", "kind", "host"),
+    [(f"10.0.0.1:80/{A:x}/generate", "tcp", "10.0.0.1"), ("10.0.0.1", "tcp", ""), ("subject", "nats", "")],
+)
+def test_a_worker_is_on_the_host_that_its_address_names(address: str, kind: str, host: str) -> None:
+    """Workers of one host share a node; one whose host discovery does not tell is alone on its own."""
+    watch = _Watch(None, Instances({A: address}, kind))
+    assert watch.host(A) == host
+    assert watch.host(A + 1) == ""
 
 
 async def test_a_workers_address_is_remembered_and_read_again_now_and_then() -> None:
