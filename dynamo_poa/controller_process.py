@@ -171,6 +171,7 @@ class ControllerProcess:
             stale_s=self._config.stale_s,
             block_size=self._common.block_size,
             answering=frozenset(answering),
+            demand_window_s=self._config.caching.demand_window_s,
         )
 
     async def _frontend(self, stack: AsyncExitStack) -> FrontendScraper | None:

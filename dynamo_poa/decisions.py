@@ -1,8 +1,9 @@
 """What the routers have done lately: decisions, requests in flight, time to first token, refusals.
 
 Owns: the windows of priced decisions, of TTFT and of arrivals; how each request that ended fared; what is
-      known of each router; counts of what was lost or refused.
-Does not own: the wire format (wire.py), joining a request's legs (flight.py), PoA-hat (estimator.py).
+      known of each router; counts of what was lost or refused, and of prompt tokens found cached.
+Does not own: the wire format (wire.py), joining a request's legs (flight.py), which prompts begin alike
+              (demand_groups.py), PoA-hat (estimator.py).
 Invariant: bounded whatever routers send; ages are measured from local receipt, never from a sender's clock;
            bad input is counted and dropped, never raised.
 Source: contract Decision of the architecture; cases S7 (clocks), S8 (refused requests).
@@ -14,6 +15,7 @@ from collections.abc import Sequence
 import msgspec
 
 from dynamo_poa import wire
+from dynamo_poa.demand_groups import PrefixDemand
 from dynamo_poa.flight import Flight, InFlight, Uncached
 from dynamo_poa.frozen import PricedDecision, price
 from dynamo_poa.overlap import OverlapWindow
@@ -88,6 +90,9 @@ class DecisionLog:
     unrecorded:  decisions that came without candidates, as most do under load (`candidates_per_s`)
     unpriced:    decisions whose candidates are impossible, or lack the chosen worker
     untold:      outcomes of requests dropped because too many ended between two ticks
+    demand:      which prefixes are asked for, over `demand_window_s`
+    prompts_seen, prompt_tokens_seen, cached_tokens_seen:  since the controller started, of the legs that
+                 compute prompts: decisions, their tokens, and those that the chosen worker held
     """
 
     def __init__(
@@ -101,7 +106,12 @@ class DecisionLog:
         answering: frozenset[Role] = frozenset({Role.DECODE, Role.AGGREGATED}),
         max_requests: int = MAX_REQUESTS,
         prompts_window_s: float = 60.0,
+        demand_window_s: float = 60.0,
     ) -> None:
+        self.demand = PrefixDemand(demand_window_s, block_size)
+        self.prompts_seen = 0
+        self.prompt_tokens_seen = 0
+        self.cached_tokens_seen = 0
         self.prompts = PromptWindow(prompts_window_s)
         self.outcomes: Counter[tuple[Role, Outcome]] = Counter()
         self.refused: Counter[str] = Counter()
@@ -188,6 +198,7 @@ class DecisionLog:
             while window and at_s - window[0][0] > self._stale_s:
                 window.popleft()
         self._overlaps.forget(at_s - self._stale_s)
+        self.demand.advance(at_s)
         self.prompts.forget(at_s)
         while self._ttft and at_s - self._ttft[0][0] > self._ttft_window_s:
             self._ttft.popleft()
@@ -294,6 +305,7 @@ class DecisionLog:
     def _chosen(self, event: wire.Chosen, router_id: str, at_s: float) -> bool:
         """Take in a decision; tell whether its request is a new one."""
         self._overlaps.add(event, at_s)
+        self.demand.add(event, at_s)
         self.prompts.add(event, at_s)
         window = self._decided.setdefault(event.role, deque(maxlen=self._window))
         priced = price(
@@ -314,6 +326,9 @@ class DecisionLog:
         )
         if event.role is not Role.DECODE:
             self._sizes.append((at_s, max(event.prompt_tokens - event.cached_tokens, 1)))
+            self.prompts_seen += 1
+            self.prompt_tokens_seen += event.prompt_tokens
+            self.cached_tokens_seen += min(event.cached_tokens, event.prompt_tokens)
         uncached = None if priced is None else Uncached(priced.workers, priced.uncached_tokens)
         is_new = self.flight.chosen(event, router_id, at_s, uncached)
         if not event.candidates:

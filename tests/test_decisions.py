@@ -6,6 +6,8 @@ import msgspec
 import pytest
 
 from dynamo_poa.decisions import MAX_OUTCOMES, MAX_ROUTERS, DecisionLog, Traffic
+from dynamo_poa.demand_groups import PrefixGroup
+from dynamo_poa.prefixes import prefix_hashes
 from dynamo_poa.values import Candidate, Outcome, RequestOutcome, Role, TtftSample, WorkerKey
 from dynamo_poa.wire import Chosen, DecisionBatch, Ended, FirstToken
 
@@ -366,3 +368,28 @@ def test_outcomes_between_two_ticks_are_bounded(decisions):
         decisions.apply(router.batch(chosen(str(number)), ended(str(number), 1.0)), float(number))
     told = decisions.take_outcomes()
     assert (len(told), told[0].decided_at_s, decisions.untold) == (MAX_OUTCOMES, 2.0, 2)
+
+
+def test_prompts_and_what_was_found_cached_of_them_are_counted_on_the_legs_that_compute_them(decisions):
+    """Hit shares are differences of these; no more than the prompt is cached, whatever a router says."""
+    router = Router()
+    for number, (role, cached_tokens) in enumerate([(P, 16), (A, 90), (D, 64), (P, 0)]):
+        event = msgspec.structs.replace(chosen(str(number), role), cached_tokens=cached_tokens)
+        decisions.apply(router.batch(event), float(number))
+    seen = (decisions.prompts_seen, decisions.prompt_tokens_seen, decisions.cached_tokens_seen)
+    assert seen == (3, 3 * 64, 16 + 64)
+
+
+def test_the_demand_for_prefixes_is_kept_for_its_own_window():
+    """`caching.demand_window_s`, not the window of TTFT; the tick lets go of what is older."""
+    decisions = DecisionLog(window=16, ttft_window_s=3.0, stale_s=30.0, block_size=16, demand_window_s=8.0)
+    router, prefix = Router(), prefix_hashes([1, 2, 3, 4])
+    for number, at_s in enumerate([0.0, 1.0, 4.0]):
+        event = msgspec.structs.replace(chosen(str(number), P), prefix=prefix)
+        decisions.apply(router.batch(event), at_s)
+    decisions.advance(8.0)
+    assert decisions.demand.groups(8.0, 10) == (PrefixGroup(prefix[2], 4, {WorkerKey(1, 0): 0.375}),)
+    decisions.advance(8.5)
+    assert decisions.demand.groups(8.5, 10) == (PrefixGroup(prefix[2], 4, {WorkerKey(1, 0): 0.25}),)
+    decisions.advance(10.0)
+    assert decisions.demand.groups(10.0, 10) == ()
