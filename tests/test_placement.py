@@ -1,0 +1,318 @@
+"""The caching game on what caches hold and routers ask for: worked numbers, and when there is no figure."""
+
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dynamo_poa import placement
+from dynamo_poa.config import CachingConfig
+from dynamo_poa.copies import Copies, copies_of
+from dynamo_poa.demand_groups import PrefixGroup
+from dynamo_poa.placement import Placements, instance, nodes_of
+from dynamo_poa.residency import CacheSnapshot
+from dynamo_poa.values import Curve, Role, WorkerCard, WorkerKey, WorkerLatency
+from dynamo_poa.wire import Tier
+
+W1, W2, W3 = (WorkerKey(2**64 - number, 0) for number in (1, 2, 3))
+A, B, C = 2**64 - 11, 22, 33  # chains
+TOKEN_S = 1e-4
+BLOCKS = 16  # of a group: 256 tokens
+RECOMPUTE_S, NEAR_S, FAR_S = (256 * token_s for token_s in (TOKEN_S, 0.7e-6, 6.5e-6))
+
+
+def rank(key, *chains, total=BLOCKS, padded=True, role=Role.PREFILL, host="h", lower=(), **changed):
+    """A rank whose cache is full of what nobody asks for, beside the given chains; each has its 16 blocks."""
+    card = WorkerCard(worker_id=key.worker_id, role=role, kv_block_size=16, total_kv_blocks=total, host=host)
+    own = range(1000 * (key.worker_id % 97), 1000 * (key.worker_id % 97) + total - len(chains))
+    cache = CacheSnapshot(
+        key=key,
+        chains=np.array([*chains, *(own if padded else ())], dtype=np.uint64),
+        lower={Tier.HOST_PINNED: np.array(lower, dtype=np.uint64)} if lower else {},
+        total_blocks=total,
+        resident_blocks=changed.pop("resident", total if padded else len(chains)),
+        approximate=changed.pop("approximate", False),
+        evicted=changed.pop("evicted", 0),
+        reloaded=changed.pop("reloaded", 0),
+    )
+    assert not changed
+    return card, cache
+
+
+def group(chain, blocks=BLOCKS, **by_number):
+    """A group with its requests a second at workers, such as `w1=2.0`."""
+    keys = {"w1": W1, "w2": W2, "w3": W3}
+    return PrefixGroup(chain, blocks, {keys[name]: rate for name, rate in by_number.items()})
+
+
+def speeds(*keys, token_s=TOKEN_S):
+    curve = Curve(prefill_base_s=1.0, prefill_token_s=token_s)
+    return {key: WorkerLatency(key=key, role=Role.PREFILL, curve=curve) for key in keys}
+
+
+class World(SimpleNamespace):
+    """What is looked through: two workers that both hold A, while B is asked for half as often."""
+
+    def __init__(self, **changed):
+        super().__init__(
+            ranks=[rank(W1, A), rank(W2, A)],
+            groups=[group(A, w1=2.0, w2=2.0), group(B, w1=1.0, w2=1.0)],
+            speeds=speeds(W1, W2),
+            asked=[],
+        )
+        self.__dict__.update(changed)
+
+    def placements(self, **config):
+        return Placements(
+            CachingConfig(**config),
+            caches=lambda: self.ranks,
+            groups=lambda at_s, most: self.asked.append((at_s, most)) or self.groups,
+            latencies=lambda: self.speeds,
+        )
+
+    def estimate(self, at_s=100.0, **config):
+        return self.placements(**config).note_caches(at_s)()
+
+
+@pytest.mark.parametrize(
+    ("config", "best_s"),
+    [
+        ({}, 3 * NEAR_S),  # one holds A, the other B, and each fetches what the other has
+        ({"topology": "one"}, 3 * NEAR_S),
+        ({"topology": "each"}, 3 * FAR_S),
+        ({"topology": "each", "transfer": "node"}, 2 * RECOMPUTE_S),
+        ({"transfer": "none"}, 2 * RECOMPUTE_S),  # with nobody to fetch from, two copies are best
+    ],
+)
+def test_the_observed_placement_is_priced_against_the_best_one(config, best_s):
+    """Both hold A, so B is computed anew twice a second; theory.md: transfers within the node or beyond."""
+    found = World().estimate(**config)
+    assert found.observed_s == pytest.approx(2 * RECOMPUTE_S)
+    assert found.optimal_s == found.bound_s == pytest.approx(best_s)
+    assert found.poa_hat == pytest.approx(2 * RECOMPUTE_S / best_s)
+    assert (found.method, found.reason, found.groups, found.workers) == ("exact", "", 2, 2)
+    assert found.shared_hits_frac == 0.0
+    assert found.uncertain is False
+
+
+def test_workers_on_two_hosts_fetch_from_afar():
+    """Where the configuration says `host`, the addresses decide who shares a node."""
+    world = World(ranks=[rank(W1, A, host="a"), rank(W2, A, host="b")])
+    assert world.estimate().optimal_s == pytest.approx(3 * FAR_S)
+
+
+def test_costs_are_averaged_over_the_looks_of_the_window():
+    """As PoA-hat of routing: the sum observed over the sum at best; a look older than the window is gone."""
+    world = World()
+    placements = world.placements(demand_window_s=60.0)
+    placements.note_caches(100.0)()
+    world.ranks = [rank(W1, A), rank(W2, B)]
+    both = placements.note_caches(105.0)()
+    assert both.observed_s == pytest.approx((2 * RECOMPUTE_S + 3 * NEAR_S) / 2)
+    assert both.poa_hat == pytest.approx((2 * RECOMPUTE_S + 3 * NEAR_S) / (6 * NEAR_S))
+    assert both.shared_hits_frac == pytest.approx((0.0 + 3 / 6) / 2)
+    later = placements.note_caches(161.0)()
+    assert later.poa_hat == pytest.approx(1.0)
+    assert later.shared_hits_frac == pytest.approx(3 / 6)
+    assert world.asked == [(100.0, 200), (105.0, 200), (161.0, 200)]
+
+
+def test_what_is_noted_is_of_its_instant():
+    """Priced later and in a thread: what happens meanwhile is not in it."""
+    world = World()
+    price = world.placements().note_caches(100.0)
+    world.ranks, world.groups, world.speeds = [], [], {}
+    assert price().observed_s == pytest.approx(2 * RECOMPUTE_S)
+
+
+def test_the_best_placement_may_use_what_groups_hold_and_what_is_empty():
+    """What else lies there is given; of a cache that is known approximately nothing counts as empty."""
+    w4 = WorkerKey(4, 0)
+    ranks = [
+        rank(W1, A, total=40),
+        rank(W2, A, total=40, padded=False),
+        rank(W3, A, total=40, padded=False, approximate=True),
+        rank(w4, total=40, padded=False, resident=10),  # of blocks whose beginning is not known
+    ]
+    groups = [group(A, w1=1.0), group(B, w2=1.0)]
+    game, held = instance(ranks, groups, speeds(W1, W2, W3, w4), CachingConfig())
+    assert game.capacity_blocks.tolist() == [16, 16 + 39, 16, 30]
+    assert held.tolist() == [[True, True, True, False], [False, False, False, False]]
+
+
+def test_a_worker_computes_at_its_own_speed_and_one_without_a_curve_as_the_others():
+    """A straggler's misses cost more."""
+    ranks = [rank(W1, A), rank(W2), rank(W3)]
+    known = {**speeds(W1), **speeds(W2, token_s=3 * TOKEN_S)}
+    game, _ = instance(ranks, [group(A, w1=1.0), group(B, w2=1.0)], known, CachingConfig())
+    assert game.recompute_s == pytest.approx(np.array([[1.0, 3.0, 2.0]] * 2) * RECOMPUTE_S)
+
+
+def test_a_copy_in_a_slower_tier_of_its_own_costs_a_worker_a_transfer():
+    """It is neither at hand nor to be computed again."""
+    ranks = [rank(W1, A), rank(W2, lower=[B])]
+    game, held = instance(
+        ranks, [group(A, w1=1.0), group(B, w2=1.0)], speeds(W1, W2), CachingConfig(transfer="none")
+    )
+    assert game.recompute_s == pytest.approx(np.array([[RECOMPUTE_S, RECOMPUTE_S], [RECOMPUTE_S, NEAR_S]]))
+    assert held.tolist() == [[True, False], [False, False]]
+
+
+def test_demand_at_workers_that_have_left_is_left_out():
+    """And with it a group that nobody else asks for."""
+    groups = [group(A, w1=2.0, w3=7.0), group(B, w2=1.0), group(C, w3=5.0)]
+    game, _ = instance([rank(W1, A), rank(W2)], groups, speeds(W1, W2), CachingConfig())
+    assert game.rate.tolist() == [[2.0, 0.0], [0.0, 1.0]]
+
+
+def test_decode_workers_take_no_part():
+    """They compute no prompts and say nothing of their caches."""
+    world = World()
+    world.ranks = [*world.ranks, rank(W3, A, role=Role.DECODE)]
+    found = world.estimate()
+    assert (found.workers, found.duplication) == (2, pytest.approx(32 / 31))
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"ranks": [rank(W1, A), rank(W3, A, role=Role.DECODE)]}, placement.ONE_WORKER),
+        ({"ranks": [rank(W1, padded=False), rank(W2, padded=False)]}, placement.NO_BLOCKS),
+        ({"groups": [group(A, w1=2.0)]}, placement.NO_DEMAND),
+        ({"groups": [group(A, w3=2.0), group(B, w3=1.0)]}, placement.NO_DEMAND),
+        ({"speeds": {}}, placement.NO_CURVE),
+        ({"speeds": speeds(W1, W2, token_s=0.0)}, placement.NO_CURVE),
+        ({"ranks": [rank(W1), rank(W2)]}, placement.NONE_HELD),
+    ],
+)
+def test_what_cannot_be_played_has_a_reason_and_no_figure(changed, reason):
+    """Case E6: a cache that cannot help gives no confident number; absent is never 1."""
+    found = World(**changed).estimate()
+    assert found.reason == reason
+    assert (found.poa_hat, found.observed_s, found.optimal_s, found.bound_s) == (None, None, None, None)
+    assert (found.method, found.groups, found.shared_hits_frac) == ("", 0, None)
+
+
+def test_a_figure_goes_with_what_it_was_made_of_and_comes_back():
+    """A worker is restarted: while there is only one there is no figure, however good the looks before."""
+    world = World()
+    placements = world.placements()
+    assert placements.note_caches(100.0)().poa_hat == pytest.approx(2 * RECOMPUTE_S / (3 * NEAR_S))
+    world.ranks = world.ranks[:1]
+    gone = placements.note_caches(105.0)()
+    assert (gone.poa_hat, gone.reason) == (None, placement.ONE_WORKER)
+    world.ranks = [rank(W1, A), rank(W3, A)]
+    world.groups = [group(A, w1=2.0, w3=2.0), group(B, w1=1.0, w3=1.0)]
+    back = placements.note_caches(110.0)()
+    assert (back.poa_hat, back.reason) == (pytest.approx(2 * RECOMPUTE_S / (3 * NEAR_S)), "")
+
+
+def test_where_the_best_costs_nothing_there_is_no_ratio():
+    """What the observed placement costs is told all the same."""
+    world = World(ranks=[rank(W1, A, padded=False, total=64), rank(W2, A, padded=False, total=64)])
+    found = world.estimate()
+    assert (found.poa_hat, found.reason, found.optimal_s) == (None, placement.FREE, 0.0)
+    assert found.observed_s == pytest.approx(2 * RECOMPUTE_S)
+
+
+def test_a_cache_whose_events_were_missed_makes_the_figure_uncertain():
+    """Gaps: the interval is marked."""
+    world = World(ranks=[rank(W1, A), rank(W2, A, approximate=True)])
+    found = world.estimate()
+    assert found.uncertain is True
+    assert found.poa_hat == pytest.approx(2 * RECOMPUTE_S / (3 * NEAR_S))
+
+
+def test_a_search_that_is_given_up_leaves_the_better_of_what_was_found_and_what_is(monkeypatch):
+    """The observed placement fits, so PoA-hat is never under 1, and the bound stays a bound."""
+    worse = SimpleNamespace(cost_s=1.0, bound_s=NEAR_S, method="greedy")
+    monkeypatch.setattr(placement, "optimum", lambda game: worse)
+    found = World().estimate()
+    assert (found.poa_hat, found.method) == (1.0, "greedy")
+    assert found.bound_s == pytest.approx(NEAR_S)
+
+
+def test_reloads_are_counted_over_the_window():
+    """Of what was evicted since the window began; who began anew counts from nothing, who left not at all."""
+    world = World(ranks=[rank(W1, A, evicted=100, reloaded=90), rank(W2, A, evicted=50, reloaded=50)])
+    placements = world.placements(demand_window_s=60.0)
+    assert placements.note_caches(0.0)().reload_frac == pytest.approx(140 / 150)
+    world.ranks = [rank(W1, A, evicted=140, reloaded=100), rank(W2, A, evicted=10, reloaded=0)]
+    assert placements.note_caches(50.0)().reload_frac == pytest.approx((10 + 0) / (40 + 10))
+    world.ranks = [rank(W1, A, evicted=150, reloaded=101), rank(W3, A, evicted=10, reloaded=4)]
+    assert placements.note_caches(60.0)().reload_frac == pytest.approx((11 + 4) / (50 + 10))
+    assert placements.note_caches(111.0)().reload_frac == pytest.approx((1 + 4) / (10 + 10))
+
+
+def test_without_evictions_there_is_no_reload_share():
+    """Absent, not 0."""
+    assert World().estimate().reload_frac is None
+
+
+def plain(key, *chains, total=4):
+    return rank(key, *chains, total=total, padded=False)
+
+
+def test_copies_are_counted_over_all_blocks_and_within_a_node():
+    """Seven blocks, four of them distinct; blocks 2 and 3 are on both workers of the first node."""
+    ranks = [plain(W1, 1, 2, 3), plain(W2, 2, 3, 4), plain(W3, 3)]
+    assert copies_of(ranks, [0, 0, 1]) == Copies(7 / 4, 4 / 12, 1.0)
+
+
+def test_without_blocks_there_are_no_copies():
+    """Absent, not 1."""
+    assert copies_of([plain(W1), plain(W2)], [0, 0]) == Copies()
+
+
+def test_without_a_capacity_there_is_no_share_of_it():
+    """A card may not say it."""
+    unknown = plain(W2, 1)
+    unknown = (unknown[0], SimpleNamespace(chains=unknown[1].chains, total_blocks=None))
+    assert copies_of([plain(W1, 1), unknown], [0, 0]) == Copies(2.0, None, 1.0)
+
+
+def test_of_many_blocks_the_same_share_is_counted_in_every_cache():
+    """Chosen by hash, so that copies of one block are counted all or none."""
+    chains = np.random.default_rng(1).integers(1, 2**64, 4000, dtype=np.uint64)
+    ranks = [plain(W1, *chains, total=4000), plain(W2, *chains[:2000], total=4000)]
+    found = copies_of(ranks, [0, 0], most=1500)
+    assert found.sampled_frac == 0.25
+    assert found.duplication == pytest.approx(6000 / 4000, abs=0.05)
+    assert found.copies_frac == pytest.approx(4000 / 8000, abs=0.05)
+
+
+def test_ranks_share_a_node_by_the_topology():
+    """A worker of an unknown host is alone, its ranks together; `each` parts those too."""
+    first, second = WorkerKey(7, 0), WorkerKey(7, 1)
+    ranks = [rank(W1), rank(W2), rank(first, host=""), rank(second, host=""), rank(W3, host="")]
+    assert nodes_of(ranks, "host") == [0, 0, 1, 1, 2]
+    assert nodes_of(ranks, "one") == [0, 0, 0, 0, 0]
+    assert nodes_of(ranks, "each") == [0, 1, 2, 3, 4]
+
+
+@given(
+    held=st.lists(st.sets(st.sampled_from((A, B, C))), min_size=3, max_size=3),
+    rates=st.lists(st.lists(st.floats(0.0, 5.0), min_size=3, max_size=3), min_size=3, max_size=3),
+    topology=st.sampled_from(("one", "each")),
+    transfer=st.sampled_from(("none", "node", "all")),
+)
+def test_no_placement_beats_the_best_one(held, rates, topology, transfer):
+    """PoA-hat is 1 or more, or absent with a reason, and never NaN."""
+    world = World(
+        ranks=[rank(key, *sorted(chains), total=20) for key, chains in zip((W1, W2, W3), held, strict=True)],
+        groups=[
+            group(chain, 4, w1=one, w2=two, w3=three)
+            for chain, (one, two, three) in zip((A, B, C), rates, strict=True)
+        ],
+        speeds=speeds(W1, W2, W3),
+    )
+    found = world.estimate(topology=topology, transfer=transfer)
+    if found.poa_hat is None:
+        assert found.reason
+    else:
+        assert found.poa_hat >= 1 - 1e-9
+        assert math.isfinite(found.poa_hat)
+        assert found.bound_s <= found.optimal_s <= found.observed_s
