@@ -31,10 +31,10 @@ def slots(cells: tuple[Cell, ...], engine: str) -> Iterator[tuple[Cell, ...]]:
 
 
 def test_the_suites_are_those_of_the_issue() -> None:
-    """And one for live graphs under every workload, and the splits of 8 alone, which have a budget."""
+    """And one for live graphs under every workload, the splits of 8 alone, which have a budget, and ω's."""
     assert set(ALL) == {
         *("paper-1", "paper-2", "paper-3", "paper-4"),
-        *("splits", "splits-8", "hetero", "workloads", "workloads-live", "smoke"),
+        *("splits", "splits-8", "hetero", "workloads", "workloads-live", "caching", "smoke"),
     }
 
 
@@ -61,7 +61,9 @@ def test_every_cell_is_there_once_and_can_be_run_by_its_engine(
         assert next(iter(requests(content, load, 1, 16))).input_tokens >= 1
 
 
-@pytest.mark.parametrize("name", sorted(set(ALL) - {"smoke", "hetero", "splits", "splits-8", "paper-4"}))
+@pytest.mark.parametrize(
+    "name", sorted(set(ALL) - {"smoke", "hetero", "splits", "splits-8", "paper-4", "caching"})
+)
 def test_each_workload_meets_every_policy_its_engine_offers(
     cells: dict[str, tuple[Cell, ...]], name: str
 ) -> None:
@@ -70,6 +72,22 @@ def test_each_workload_meets_every_policy_its_engine_offers(
         for slot in slots(cells[name], engine):
             assert {one.policy for one in slot} == set(offered)
     assert {one.seed for one in cells[name]} == {1, 2, 3}
+
+
+def test_caching_is_three_static_weights_whose_demand_is_of_the_cell_alone(
+    cells: dict[str, tuple[Cell, ...]],
+) -> None:
+    """Issue 7; the last look counts demand as long ago as is measured, and looks before it as long again."""
+    ours = cells["caching"]
+    assert [(one.policy.overlap_credit, one.policy.plugin) for one in ours[:3]] == [
+        (1.0, "off"),
+        (0.5, "off"),
+        (0.0, "off"),
+    ]
+    assert {one.seed for one in ours} == {1, 2, 3}
+    assert all(one.warm_up_s == one.seconds for one in ours)
+    plan = plan_of(ours[0].fleet, ours[0].policy, ours[0].seconds)
+    assert plan.sections["PoaController"].caching.demand_window_s == ours[0].seconds
 
 
 def test_paper_4_is_sixteen_settings_at_two_loads_and_the_baselines(
@@ -215,7 +233,9 @@ def test_a_seeds_loads_ask_nothing_that_another_has_asked_on_graphs_that_live_on
     assert all(first_phase(one) + len(one.phases) <= MAX_PHASE for one in live)
 
 
-@pytest.mark.parametrize(("name", "minutes"), [("paper-4", 5), ("splits-8", 3), ("hetero", 40), ("smoke", 3)])
+@pytest.mark.parametrize(
+    ("name", "minutes"), [("paper-4", 5), ("splits-8", 3), ("hetero", 40), ("caching", 6), ("smoke", 3)]
+)
 def test_suites_with_a_budget_are_estimated_to_keep_it(
     cells: dict[str, tuple[Cell, ...]], name: str, minutes: float
 ) -> None:

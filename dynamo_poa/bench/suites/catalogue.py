@@ -2,7 +2,7 @@
 
 Owns: the suites' fleets, workloads and lengths; words that choose some of their cells; how long they take.
 Does not own: policies and how the best setting is found (baselines.py), the fleets of `hetero` (variants.py),
-              the order of cells (runner.py).
+              the cells of `caching` (affinity.py), the order of cells (runner.py).
 Invariant: in each group of cells (fleet, workload, load) stand all policies the engine offers, unless the
            suite says which and why. A suite's cells depend on its options alone.
 Source: paper: topologies, workload, C = 96 and 128 in the sweep, the three phases. Speeds of live workers:
@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from dynamo_poa.bench.suites import baselines, profiles, runner, variants
+from dynamo_poa.bench.suites import affinity, baselines, profiles, runner, variants
 from dynamo_poa.bench.suites.cells import Cell, Fleet, Phase, Policy
 from dynamo_poa.bench.suites.variants import LIVE_CONTENT, LIVE_FLEET, live_fleet
 from dynamo_poa.errors import ConfigError
@@ -299,6 +299,10 @@ def _workloads_live(name: str, options: Options) -> Iterator[Cell]:
     yield from _cross(name, "live", [LIVE_FLEET], loads, options.seeds, warm_up_s=3.0, seconds=10.0)
 
 
+def _caching(name: str, options: Options) -> Iterator[Cell]:
+    yield from affinity.cells(name, options.seeds)
+
+
 def _smoke(name: str, options: Options) -> Iterator[Cell]:
     loads = [(Zipf(), Closed(users=users)) for users in (32, 256)]
     yield from _cross(name, "replay", [_equal(2, 4), _equal(0, 6)], loads, options.seeds, requests=500)
@@ -322,6 +326,7 @@ SUITES = {
         ),
         Suite("workloads", "replay", "every workload; --trace adds one of your own", _workloads),
         Suite("workloads-live", "live", "every workload on live graphs", _workloads_live),
+        Suite("caching", "live", "what caches hold when ω falls, static; no other policy", _caching),
         Suite("smoke", "replay, live", "three minutes: whether the bench works", _smoke),
     )
 }

@@ -164,7 +164,8 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     state:    `void`: the processors were what limited; `failed`: there are no figures; each with a reason
     figures:  ttft_mean_s, ttft_p50_s, ttft_p99_s, itl_mean_s, itl_p50_s, itl_p99_s, e2e_mean_s, e2e_p50_s,
               e2e_p99_s, throughput_rps, output_tokens_per_s, cached_frac, requests, failed; where known
-              poa_hat, poa_low, poa_high, poa_frozen; in phases the same with `<phase>.` before them
+              poa_hat, poa_low, poa_high, poa_frozen, poa_caching, caching_observed_s, caching_optimal_s,
+              duplication, hit_frac, all of telemetry; in phases the same with `<phase>.` before them
     picks:    requests by worker, such as `prefill-0`
     health:   of the bench itself: busy_frac, own_frac, client_frac, send_lag_p99_s, `cpu.<process>` (cores),
               loaded_s: how long the graph had been under load when the measurement began

@@ -30,6 +30,7 @@ from dynamo_poa.serve.supervisor import Running
 from dynamo_poa.values import Role
 
 ESTIMATE_S = 0.5  # a snapshot of the requests in flight: PoA-hat's window of 20 s then holds 40
+GAMES_S = 2.5  # priced in 0.05 s; a window of 10 s then holds four looks at the caches
 WATCHES = (("frontend", 8), ("router", 8), ("controller", 4))
 MOST_WATCHES = Path("/proc/sys/fs/inotify/max_user_instances")
 _OURS = {True: "graphs.disagg_poa:Frontend", False: "graphs.agg_poa:Frontend"}
@@ -168,6 +169,8 @@ def _plugin(fleet: Fleet, policy: Policy, poa_window_s: float) -> Iterator[str]:
     yield f"PoaController.policy.name={policy.table}"
     yield f"PoaController.estimate_s={ESTIMATE_S}"
     yield f"PoaController.estimate_window_s={poa_window_s}"
+    yield f"PoaController.games_s={GAMES_S}"
+    yield f"PoaController.caching.demand_window_s={poa_window_s}"
 
 
 def _value(mapping: dict[Any, Any]) -> str:

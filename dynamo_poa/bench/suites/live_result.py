@@ -110,6 +110,11 @@ def _figures(mine: Sequence[Asked], asked: Sequence[Asked], span: Span) -> dict[
             "poa_low": record.poa_low,
             "poa_high": record.poa_high,
             "poa_frozen": record.poa_frozen,
+            "poa_caching": record.caching.poa_hat,
+            "caching_observed_s": record.caching.observed_s,
+            "caching_optimal_s": record.caching.optimal_s,
+            "duplication": record.caching.duplication,
+            "hit_frac": record.cache_hit_frac,
         }
         figures |= {key: value for key, value in poa.items() if value is not None}
     return figures

@@ -26,7 +26,7 @@ MATERIAL = 0.005  # in virtual time less than that can be outside the noise; it 
 RESAMPLES = 1999
 CONFIDENCE = 0.95
 ROUNDING = 1e-9  # of sums and logarithms: equal figures are equal
-MORE_IS_BETTER = frozenset({"throughput_rps", "output_tokens_per_s", "cached_frac", "requests"})
+MORE_IS_BETTER = frozenset({"throughput_rps", "output_tokens_per_s", "cached_frac", "hit_frac", "requests"})
 
 Verdict = Literal["better", "worse", "no difference", "no verdict"]
 

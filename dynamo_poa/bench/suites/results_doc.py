@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from dynamo_poa.bench.suites import arranged, earned, tables
+from dynamo_poa.bench.suites import affinity, arranged, earned, tables
 from dynamo_poa.bench.suites.baselines import TUNING_SUFFIX
 from dynamo_poa.bench.suites.cells import Result
 from dynamo_poa.bench.suites.paper_figures import CLAIMS, PAPER
@@ -34,6 +34,7 @@ ORDER = (
     "paper-2",
     "paper-3",
     "paper-4",
+    "caching",
     "smoke",
 )
 PREAMBLE = (
@@ -183,7 +184,8 @@ def _suite(contents: Contents) -> Iterator[str]:
     results, text = contents.results, command(contents)
     yield f"## {title(contents)}"
     yield f"{tables.counted(contents.stamp, results)}. " + " ".join(verdicts(results))
-    shown = [*tables.headlines(results), *(table for table in tables.groups(results) if table.leading)]
+    shown = [*affinity.told(results), *tables.headlines(results)]
+    shown += [table for table in tables.groups(results) if table.leading]
     shown += [*tables.split_tables(results), *tables.absolutes(results)]
     shown.append(tables.fleets(results))
     shown += [lost for lost in (tables.failures(results), tables.problems(results)) if lost is not None]
