@@ -1,6 +1,6 @@
-"""What a decision by marginal cost takes of the router's CPU, beyond one that is left to Dynamo.
+"""What a decision by marginal cost takes of the router's CPU, beyond one left to Dynamo; and a prefix.
 
-Owns: the fleets decided for, timing whole trips under either selection, the figure.
+Owns: the fleets decided for, timing whole trips under either selection and prompts' hashing, the figure.
 Does not own: picking, booking and counting, which run as they do in the router's process.
 Invariant: either selection decides for the same requests on the same workers, in turns. Dynamo's router is a
            stub under both: of its own time there is one question in either case, of like length.
@@ -31,6 +31,7 @@ from dynamo_poa.wire import Coefficients, DecisionEvent, PoolSpeed, WorkerSpeed
 GOALS_US = {16: 150.0, 128: 400.0}  # by workers
 PROMPT_TOKENS, BLOCK_SIZE = 1024, 16
 IN_FLIGHT = 8  # requests a worker
+HASHED_TOKENS = 4096  # of the prompts whose prefixes are told
 BATCH = 50  # decisions timed together: a clock costs too
 CURVE = Curve(prefill_base_s=0.005, prefill_token_s=1e-4, decode_base_s=0.006, decode_request_s=2.5e-4)
 
@@ -55,11 +56,13 @@ def measure(rounds: int, say: Callable[[str], None]) -> Figure:
         spent[kind] = asyncio.run(_decide(kind, rounds))
         added_us = _added_us(spent[kind])
         say(f"{kind.role}, {kind.workers} workers: {statistics.median(added_us):.0f} us more than Dynamo's")
-    return figure(spent)
+    hashed = _hash(rounds)
+    say(f"a prefix of {HASHED_TOKENS} tokens: {statistics.median(hashed) * 1e6:.0f} us")
+    return figure(spent, hashed)
 
 
-def figure(spent: dict[Kind, dict[Selection, list[float]]]) -> Figure:
-    """Turn CPU seconds of a decision, mean of each batch, into the figure."""
+def figure(spent: dict[Kind, dict[Selection, list[float]]], hashed: list[float]) -> Figure:
+    """Turn CPU seconds of a decision, and of a prompt's hashing, mean of each batch, into the figure."""
     measures: list[Measure] = []
     for kind, times in spent.items():
         what, key = f"{kind.role}, {kind.workers} workers", f"{kind.role}_{kind.workers}"
@@ -68,6 +71,10 @@ def figure(spent: dict[Kind, dict[Selection, list[float]]]) -> Figure:
             at_most(f"{key}_added_us", f"{what}: added", statistics.median(added_us), "us", goal_us),
             plain(f"{key}_added_p90_us", f"{what}: added, P90 of batches", quantile(added_us, 0.9), "us"),
         ]
+    prefix_us = statistics.median(hashed) * 1e6
+    measures.append(
+        plain("prefix_us", f"prefixes of a sampled prompt, {HASHED_TOKENS} tokens", prefix_us, "us")
+    )
     return Figure(
         name="decide",
         title="CPU that a decision by marginal cost adds to one by Dynamo's selection",
@@ -78,6 +85,8 @@ def figure(spent: dict[Kind, dict[Selection, list[float]]]) -> Figure:
             "Dynamo's router is a stub that answers at once: its one question takes 79 us under its own "
             "selection and 82 us under marginal cost (6 workers), and none on the decode leg",
             f"batches of {BATCH}, of either selection in turns",
+            "prefixes are hashed only of `candidates_per_s` prompts a second and leg, 50 by default, and in "
+            "none of the decisions timed here",
         ),
     )
 
@@ -202,6 +211,23 @@ async def _decide(kind: Kind, rounds: int) -> dict[Selection, list[float]]:
             trip.end(Outcome.OK, None)
     if set(fleet.stats.marginal) != {"picked"} or fleet.ledger.in_flight() != Loads():
         raise MeasurementError(f"decisions went astray: {dict(fleet.stats.marginal)}")
+    return spent
+
+
+def _hash(rounds: int) -> list[float]:
+    """Return CPU seconds of telling a prompt's prefixes, mean of each batch."""
+    from dynamo_poa.dynamo_host import WorkerPool
+
+    rng = random.Random(3)
+    pool = WorkerPool(None, None, Role.PREFILL, BLOCK_SIZE, SystemClock())
+    spent = []
+    for _ in range(rounds):
+        batch = [[rng.randrange(32_000) for _ in range(HASHED_TOKENS)] for _ in range(BATCH)]
+        before_s = time.thread_time()
+        depths = {len(pool.prefix(tokens)) for tokens in batch}
+        spent.append((time.thread_time() - before_s) / BATCH)
+        if depths != {(HASHED_TOKENS // BLOCK_SIZE).bit_length()}:
+            raise MeasurementError(f"prompts were hashed to depths {depths}")
     return spent
 
 
