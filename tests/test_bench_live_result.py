@@ -1,6 +1,8 @@
 """Which requests of a live run count, what they amount to, and when a run is void."""
 
+import msgspec
 import pytest
+from records import RECORD
 from suite_results import cell
 
 from dynamo_poa.bench.load import Result as Answer
@@ -8,6 +10,7 @@ from dynamo_poa.bench.processes import MachineTime
 from dynamo_poa.bench.report import MeasurementError
 from dynamo_poa.bench.suites.live_client import Asked
 from dynamo_poa.bench.suites.live_result import Reading, Span, picks_of, result_of
+from dynamo_poa.coupling import CachingEstimate
 from dynamo_poa.workloads.request import Request
 
 CELL = cell(engine="live")
@@ -87,6 +90,20 @@ def test_lateness_counts_towards_an_open_loops_latency_and_voids_the_cell_beyond
     assert (late.state, late.reason) == ("void", "requests were sent 25 ms late at P99 (bound 20 ms)")
     closed = result_of(CELL, [asked(11.0, late_s=0.01, open_loop=False)], [span(10.0, 20.0)], 0)
     assert closed.figures["ttft_mean_s"] == pytest.approx(0.1)
+
+
+def test_what_the_controller_said_last_of_a_stretch_is_among_its_figures() -> None:
+    """Of the caches too; what it did not know is absent."""
+    known = CachingEstimate(poa_hat=1.5, observed_s=0.3, optimal_s=0.2, duplication=1.25)
+    unknown = CachingEstimate(reason="no worker says that it caches anything")
+    told = []
+    for caching in (known, unknown):
+        record = msgspec.structs.replace(RECORD, caching=caching, cache_hit_frac=0.5)
+        stretch = span(10.0, 20.0)._replace(record=record)
+        told.append(result_of(CELL, [asked(11.0)], [stretch], 0).figures)
+    names = ("poa_hat", "poa_caching", "caching_observed_s", "caching_optimal_s", "duplication", "hit_frac")
+    assert [told[0].get(name) for name in names] == [1.5, 1.5, 0.3, 0.2, 1.25, 0.5]
+    assert [told[1].get(name) for name in names] == [1.5, None, None, None, None, 0.5]
 
 
 def test_a_run_whose_processors_were_the_limit_is_void_and_says_so() -> None:
