@@ -1,0 +1,216 @@
+"""Whether the workers are split well between prefill and decode: Γ_PD on what a controller knows.
+
+Owns: reading the game off workers, their speed and the prompts of late; when too little is known; which
+      change of split is looked at and how sure its gain is.
+Does not own: what a split is predicted to give (games/allocation.py), when advice is given (advice.py), when
+              it is priced (loop.py).
+Invariant: noting is cheap and copies what may change, pricing may take place in any thread; unknown is a
+           reason, never a guess. Requests are priced as an open loop: behind users who wait for each answer a
+           better split would let more through than is predicted.
+Source: theory.md, Γ_PD.
+"""
+
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import msgspec
+import numpy as np
+
+from dynamo_poa.bootstrap import moving_blocks
+from dynamo_poa.config import SloConfig
+from dynamo_poa.coupling import AllocationEstimate, Attainment, Split
+from dynamo_poa.decisions import DecisionLog
+from dynamo_poa.errors import GameError
+from dynamo_poa.games.allocation import (
+    Mix,
+    Pool,
+    PoolLimits,
+    Pools,
+    attainments,
+    best_split,
+    equilibrium,
+    price_of_anarchy,
+)
+from dynamo_poa.load import WorkerState
+from dynamo_poa.prompts import PROMPT, REQUESTS, UNCACHED, UNCACHED_SQUARED, Floats
+from dynamo_poa.values import Curve, Role, WorkerCard
+
+MIN_PROMPTS = 50
+MIN_SECONDS = 20
+NEARLY_FRAC = 0.01  # a split so much worse than the best is as good, if it moves fewer workers
+MOST_GAIN = 100.0  # a present split that gets nothing done would make any other infinitely better
+RESAMPLES = 200  # 1.2 ms each
+_SPEED = {
+    Role.PREFILL: lambda curve: curve.prefill_base_s + curve.prefill_token_s,
+    Role.DECODE: lambda curve: curve.decode_base_s + curve.decode_request_s,
+}
+
+
+class Game(msgspec.Struct, frozen=True, kw_only=True):
+    """One instance of Γ_PD.
+
+    split:          of worker instances, at present
+    ranks:          that an instance has, each with a queue and cache of its own
+    seconds:        prompts, as PromptWindow has them, oldest first
+    output_tokens:  decoded of a request, mean
+    """
+
+    split: Split
+    pools: Pools
+    seconds: Floats
+    output_tokens: float
+    slo: SloConfig
+    ranks: int = 1
+
+
+def note_split(
+    at_s: float,
+    workers: Iterable[WorkerState],
+    decisions: DecisionLog,
+    curves: Mapping[Role, Curve],
+    output_tokens: Mapping[Role, float],
+    slo: SloConfig,
+) -> Callable[[], AllocationEstimate]:
+    """Note the game as it stands at a monotonic instant, and return what prices it.
+
+    Args:  curves: of each pool's median worker.  output_tokens: decoded of a request in each pool, mean.
+    """
+    cards = {worker.key.worker_id: worker.card for worker in workers if not worker.stale}
+    game = read_game(
+        cards.values(), curves, decisions.prompts.seconds(at_s), output_tokens.get(Role.DECODE), slo
+    )
+    return lambda: price_split(game)
+
+
+def read_game(
+    cards: Iterable[WorkerCard],
+    curves: Mapping[Role, Curve],
+    seconds: Floats,
+    output_tokens: float | None,
+    slo: SloConfig,
+) -> Game | str:
+    """Return the game, or what is not known of it."""
+    by_role: dict[Role, list[WorkerCard]] = {}
+    for card in cards:
+        by_role.setdefault(card.role, []).append(card)
+    if by_role.get(Role.AGGREGATED):
+        return "workers are aggregated: there is no split"
+    pools = {}
+    for role in (Role.PREFILL, Role.DECODE):
+        members, curve = by_role.get(role, []), curves.get(role)
+        if not members:
+            return f"no {role} workers"
+        if curve is None or _SPEED[role](curve) <= 0:
+            return f"the speed of {role} workers is not known yet"
+        pools[role] = Pool(curve=curve, limits=_limits(members))
+    ranks = {card.data_parallel_size for members in by_role.values() for card in members}
+    if len(ranks) > 1:
+        return "workers differ in data-parallel ranks: one cannot take another's place"
+    prompts = int(seconds[:, REQUESTS].sum())
+    if len(seconds) < MIN_SECONDS or prompts < MIN_PROMPTS:
+        return f"{prompts} prompts in {len(seconds)} s, {MIN_PROMPTS} in {MIN_SECONDS} s needed"
+    if output_tokens is None:
+        return "too few requests have ended to tell how long answers are"
+    return Game(
+        split=Split(len(by_role[Role.PREFILL]), len(by_role[Role.DECODE])),
+        pools=Pools(prefill=pools[Role.PREFILL], decode=pools[Role.DECODE]),
+        seconds=seconds,
+        output_tokens=output_tokens,
+        slo=slo,
+        ranks=ranks.pop(),
+    )
+
+
+def price_split(game: Game | str) -> AllocationEstimate:
+    """Price the present split, and look for a better one; a game that is not known is a reason."""
+    if isinstance(game, str):
+        return AllocationEstimate(reason=game)
+    split = game.split
+    total = split.prefill + split.decode
+    more = [Split(split.prefill + 1, split.decode), Split(split.prefill, split.decode + 1)]
+    try:
+        mix = _mix(game.seconds, game.output_tokens)
+        priced = _price(game, mix, [*(Split(count, total - count) for count in range(1, total)), *more])
+    except GameError as error:
+        return AllocationEstimate(reason=str(error))
+    every, (one_prefill, one_decode) = priced[:-2], priced[-2:]
+    now, best = every[split.prefill - 1], best_split(every)
+    poa_hat = price_of_anarchy(now, best)
+    found = AllocationEstimate(
+        poa_hat=poa_hat,
+        reason="" if poa_hat is not None else f"{split} gets no request done within both objectives",
+        now=now,
+        best=best,
+        equilibrium=equilibrium(every),
+        one_more_prefill=gain(now, one_prefill),
+        one_more_decode=gain(now, one_decode),
+    )
+    target = nearest(every, now, best)
+    if target is None:
+        return found
+    gain_frac = gain(now, target)
+    low, high = _interval(game, split, target.split, gain_frac)
+    return msgspec.structs.replace(found, target=target, gain_frac=gain_frac, gain_low=low, gain_high=high)
+
+
+def nearest(every: Sequence[Attainment], now: Attainment, best: Attainment) -> Attainment | None:
+    """Return the split that is as good as the best, or nearly, and moves fewest workers; None for no move.
+
+    Source:  beyond the best all splits are often about as good, and which one is ahead changes by the second.
+    """
+    good = [one for one in every if one.goodput_rps >= (1 - NEARLY_FRAC) * best.goodput_rps]
+    target = min(good, key=lambda one: (abs(one.split.prefill - now.split.prefill), -one.goodput_rps))
+    return None if target.split == now.split else target
+
+
+def gain(now: Attainment, then: Attainment) -> float:
+    """Return the goodput gained as a share of the present, at most `MOST_GAIN`; 0 where neither has any."""
+    floor = then.goodput_rps / (1 + MOST_GAIN)
+    return then.goodput_rps / max(now.goodput_rps, floor) - 1 if then.goodput_rps > 0 else 0.0
+
+
+def _interval(game: Game, now: Split, then: Split, found: float) -> tuple[float | None, float | None]:
+    """Return the 95 % interval of the gain over resampled arrivals; None where too few can be priced."""
+    blocks = moving_blocks(len(game.seconds), RESAMPLES)
+    gains = []
+    for which in range(RESAMPLES):
+        seconds = game.seconds[blocks.rows(slice(which, which + 1))[0]]
+        if seconds[:, REQUESTS].any():
+            before, after = _price(game, _mix(seconds, game.output_tokens), [now, then])
+            gains.append(gain(before, after))
+    return blocks.interval(found, np.array(gains)) if 2 * len(gains) > RESAMPLES else (None, None)
+
+
+def _price(game: Game, mix: Mix, splits: Sequence[Split]) -> tuple[Attainment, ...]:
+    """Return what splits of instances give: a queue and a cache belong to a rank."""
+    ranks = game.ranks
+    of_ranks = [Split(split.prefill * ranks, split.decode * ranks) for split in splits]
+    found = attainments(mix, game.pools, game.slo, of_ranks)
+    return tuple(msgspec.structs.replace(one, split=split) for one, split in zip(found, splits, strict=True))
+
+
+def _mix(seconds: Floats, output_tokens: float) -> Mix:
+    """Return what is asked, from the prompts second by second."""
+    sums = seconds.sum(axis=0)
+    requests = sums[REQUESTS]
+    uncached = float(sums[UNCACHED] / requests)
+    return Mix(
+        arrival_rps=float(requests / len(seconds)),
+        uncached_tokens=uncached,
+        uncached_squared=max(float(sums[UNCACHED_SQUARED] / requests), uncached**2),  # rounding
+        context_tokens=float(sums[PROMPT] / requests) + output_tokens / 2,
+        output_tokens=output_tokens,
+    )
+
+
+def _limits(cards: Sequence[WorkerCard]) -> PoolLimits:
+    """Return what the pool's median worker holds; what no card tells has the engine's usual value."""
+    usual = PoolLimits()
+    kv_tokens = [card.total_kv_blocks * card.kv_block_size for card in cards if card.total_kv_blocks]
+    seqs = [card.max_num_seqs for card in cards if card.max_num_seqs]
+    batched = [card.max_num_batched_tokens for card in cards if card.max_num_batched_tokens]
+    return PoolLimits(
+        max_num_seqs=statistics.median_low(seqs) if seqs else usual.max_num_seqs,
+        kv_tokens=statistics.median_low(kv_tokens) if kv_tokens else usual.kv_tokens,
+        max_num_batched_tokens=statistics.median_low(batched) if batched else usual.max_num_batched_tokens,
+    )
