@@ -397,7 +397,7 @@ class WorkerPool:
         adapter: workers mix those into their blocks' hashes, and KvRouter is not told of them here either.
 
         Raises:   Unhashed when Dynamo does not hash it.
-        Source:   measured on 1.4.2: 104 us for 4,096 tokens in blocks of 16.
+        Source:   measured on 1.4.2 (bench decide): 70 us for 4,096 tokens in blocks of 16.
         """
         try:
             return prefix_hashes(compute_block_hash_for_seq(token_ids, self._block_size))
