@@ -169,8 +169,8 @@ def gain(now: Attainment, then: Attainment) -> float:
     return then.goodput_rps / max(now.goodput_rps, floor) - 1 if then.goodput_rps > 0 else 0.0
 
 
-def _interval(game: Game, now: Split, then: Split, found: float) -> tuple[float | None, float | None]:
-    """Return the 95 % interval of the gain over resampled arrivals; None where too few can be priced."""
+def _interval(game: Game, now: Split, then: Split, found: float) -> tuple[float, float]:
+    """Return the 95 % interval of the gain over resampled arrivals; those without any say nothing."""
     blocks = moving_blocks(len(game.seconds), RESAMPLES)
     gains = []
     for which in range(RESAMPLES):
@@ -178,7 +178,7 @@ def _interval(game: Game, now: Split, then: Split, found: float) -> tuple[float 
         if seconds[:, REQUESTS].any():
             before, after = _price(game, _mix(seconds, game.output_tokens), [now, then])
             gains.append(gain(before, after))
-    return blocks.interval(found, np.array(gains)) if 2 * len(gains) > RESAMPLES else (None, None)
+    return blocks.interval(found, np.array(gains))
 
 
 def _price(game: Game, mix: Mix, splits: Sequence[Split]) -> tuple[Attainment, ...]:
