@@ -15,6 +15,7 @@ import msgspec
 from dynamo_poa.errors import WireError
 from dynamo_poa.load import Publisher, RankLoad, WorkerState
 from dynamo_poa.ordering import Place
+from dynamo_poa.residency import RELOAD_S, CacheSnapshot
 from dynamo_poa.values import PoolLoad, Role, WorkerCard, WorkerKey
 from dynamo_poa.wire import (
     FORWARD_PASS_METRICS,
@@ -60,9 +61,9 @@ class PublisherState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Worker:
-    def __init__(self, card: WorkerCard, at_s: float) -> None:
+    def __init__(self, card: WorkerCard, at_s: float, reload_s: float) -> None:
         self.card = card
-        self.ranks = {dp_rank: RankLoad(card.total_kv_blocks, at_s) for dp_rank in card.ranks}
+        self.ranks = {dp_rank: RankLoad(card.total_kv_blocks, at_s, reload_s) for dp_rank in card.ranks}
 
 
 class _Pending:
@@ -98,11 +99,15 @@ class Fleet:
         exposed: str | None = None,
         routers_synced: bool = False,
         on_pass: Callable[[WorkerKey, WorkerCard, ForwardPass, float], None] | None = None,
+        on_restart: Callable[[WorkerKey], None] | None = None,
+        reload_s: float = RELOAD_S,
     ) -> None:
         """Watch a namespace, and a second one where workers stand that the frontend sees directly.
 
         Args:  routers_synced: each router's figures include the other routers' (`replica_sync`).
                on_pass: is told of each pass once, with its rank, its worker's card and when it was received.
+               on_restart: is told of each rank that was restarted under its old id, before its next pass.
+               reload_s: a block stored again so soon after its eviction counts as reloaded.
         """
         self.received: Counter[str] = Counter()
         self.dropped: Counter[str] = Counter()
@@ -115,6 +120,8 @@ class Fleet:
         self._pending_bytes = 0
         self._routers_synced = routers_synced
         self._on_pass = on_pass
+        self._on_restart = on_restart
+        self._reload_s = reload_s
         self._notices: list[Notice] = []
         self._noticed: set[str] = set()
 
@@ -150,7 +157,7 @@ class Fleet:
             else:
                 worker.card = card
         for worker_id in now.keys() - self._workers.keys():
-            self._workers[worker_id] = _Worker(now[worker_id], at_s)
+            self._workers[worker_id] = _Worker(now[worker_id], at_s, self._reload_s)
             for subject, data, said_at_s, wall_s in self._release(worker_id):
                 self._apply(decode_dynamo(subject, data), said_at_s, wall_s, held=True)
 
@@ -186,6 +193,17 @@ class Fleet:
         worker = self._workers.get(key.worker_id)
         rank = worker.ranks.get(key.dp_rank) if worker else None
         return rank.cache.blocks() if rank else frozenset()
+
+    def caches(self) -> list[tuple[WorkerCard, CacheSnapshot]]:
+        """Return each rank's cache as it is now, in order of their ids.
+
+        Costs microseconds a rank however much it holds; the snapshots may be read in another thread.
+        """
+        return [
+            (worker.card, rank.cache.snapshot(WorkerKey(worker_id, dp_rank)))
+            for worker_id, worker in sorted(self._workers.items())
+            for dp_rank, rank in worker.ranks.items()
+        ]
 
     def take_notices(self, at_s: float) -> list[Notice]:
         """Forget what is too old, and return what a person should read; to be called once a tick."""
@@ -225,14 +243,24 @@ class Fleet:
             self._notice_first("impossible_value", message.topic, detail)
         else:
             if isinstance(body, ForwardPass):
-                taken = rank.take_pass(message.publisher_id, body, at_s)
-                if taken and self._on_pass is not None:
-                    self._on_pass(WorkerKey(worker_id, body.dp_rank), worker.card, body, at_s)
+                taken = self._take_pass(message.publisher_id, worker.card, rank, body, at_s)
             else:
                 taken = rank.take_metrics(message.publisher_id, publisher, message.sequence, body, at_s)
             if not taken:
                 self.dropped["outdated"] += 1
         return None
+
+    def _take_pass(
+        self, publisher_id: int, card: WorkerCard, rank: RankLoad, done: ForwardPass, at_s: float
+    ) -> bool:
+        restarts = rank.restarts
+        if not rank.take_pass(publisher_id, done, at_s):
+            return False
+        if rank.restarts != restarts and self._on_restart is not None:
+            self._on_restart(WorkerKey(done.worker_id, done.dp_rank))
+        if self._on_pass is not None:
+            self._on_pass(WorkerKey(done.worker_id, done.dp_rank), card, done, at_s)
+        return True
 
     def _apply_event(self, publisher_id: int, event: KvEvent, at_s: float) -> None:
         worker = self._workers.get(event.worker_id)

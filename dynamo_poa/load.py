@@ -4,7 +4,7 @@ Owns: merging a rank's forward passes, its own `kv_metrics` and each router's in
       has become too old to be believed.
 Does not own: which ranks exist (fleet.py) or what lies in the cache (residency.py).
 Invariant: absent is not zero: null never overwrites a figure, and one that nobody has given lately reads
-           None.
+           None; nothing a rank was before a restart is mixed into what it is now, but for totals.
 Source: contract: architecture, Load; measured: Dynamo 1.4.2, as the comments say.
 """
 
@@ -12,8 +12,8 @@ from collections import deque
 
 import msgspec
 
-from dynamo_poa.ordering import Numbering, Place
-from dynamo_poa.residency import CacheMirror, CacheState
+from dynamo_poa.ordering import Life, Numbering, Place, Speaker
+from dynamo_poa.residency import RELOAD_S, CacheMirror, CacheState
 from dynamo_poa.values import WorkerCard, WorkerKey
 from dynamo_poa.wire import ForwardPass, KvMetrics
 
@@ -83,8 +83,9 @@ class _Booked:
 class RankLoad:
     """Everything kept of one (worker_id, dp_rank)."""
 
-    def __init__(self, total_kv_blocks: int | None, at_s: float) -> None:
-        self.cache = CacheMirror(total_kv_blocks)
+    def __init__(self, total_kv_blocks: int | None, at_s: float, reload_s: float = RELOAD_S) -> None:
+        self.cache = CacheMirror(total_kv_blocks, reload_s)
+        self.restarts = 0  # seen in its passes
         self.seen_at_s: float | None = None
         self._created_at_s = at_s
         self._kv_used_blocks: int | None = None
@@ -97,14 +98,20 @@ class RankLoad:
         # Receipt, wall time, whether it only decoded.
         self._passes: deque[tuple[float, float, bool]] = deque(maxlen=MAX_PASSES)
         self._pass_numbering = Numbering()
-        self._pass_publisher_id: int | None = None
+        self._pass_speaker = Speaker()
+        self._metrics_speaker = Speaker()
         self._prefill_tokens_total = 0
 
     def take_pass(self, publisher_id: int, done: ForwardPass, at_s: float) -> bool:
-        """Count a pass unless it was counted before; a late one adds to totals but is not the state now."""
-        if publisher_id != self._pass_publisher_id:
-            self._pass_publisher_id = publisher_id
-            self._pass_numbering.restart()
+        """Count a pass unless it was counted before; a late one adds to totals but is not the state now.
+
+        One that belongs to the time before a restart is not even that.
+        """
+        life = self._pass_speaker.hear(publisher_id, at_s)
+        if life is Life.PAST:
+            return False
+        if life is Life.NEW:
+            self._begin_passes()
         self.seen_at_s = at_s
         place = self._pass_numbering.place(done.counter_id)
         if place is Place.REPEATED:
@@ -130,6 +137,8 @@ class RankLoad:
 
         Source:  measured: a router's messages arrive reordered, e.g. 135, 137, 136, 138.
         """
+        if said.kv_used_blocks is not None and self._metrics_speaker.hear(publisher_id, at_s) is Life.PAST:
+            return False
         booked = self._booked.get(publisher_id)
         if booked is None:
             booked = self._booked[publisher_id] = _Booked(publisher)
@@ -198,6 +207,17 @@ class RankLoad:
             decoding_requests=decoding.decode_requests if decoding else None,
             decoding_kv_tokens=decoding.decode_kv_tokens if decoding else None,
         )
+
+    def _begin_passes(self) -> None:
+        self._pass_numbering.restart()
+        if self._last_pass is None:
+            return
+        self.restarts += 1
+        # Said before the restart; a new engine uses none, and says so only when that changes.
+        if self._kv_used_blocks and self._kv_used_at_s <= self._last_pass_at_s:
+            self._kv_used_blocks = None
+        self._last_pass = self._decoding = None
+        self._passes.clear()
 
     def _kv_used_now(self, live_after_s: float, last: ForwardPass | None) -> int | None:
         # Workers send it on change only, so an old figure is either still true or a signal that has ceased;

@@ -1,14 +1,20 @@
-"""Whether a numbered message is new, late or a repeat, and what is missing.
+"""Whether a numbered message is new, late or a repeat, what is missing, and whose life it belongs to.
 
-Owns: the place of each number in a stream that counts up by one, as publishers, events and passes do.
+Owns: the place of each number in a stream that counts up by one, as publishers, events and passes do; which
+      of a rank's publishers is the living one.
 Does not own: what a late or missing message means for the state it would have changed.
 Invariant: a number is taken at most once, and memory does not grow with the size of a gap.
 Source: measured: Dynamo's counters are consecutive; router `kv_metrics` arrive reordered by a few places.
 """
 
 from enum import Enum, auto
+from math import inf
 
 MAX_AWAITED = 1024  # measured reordering spans 3 messages; what is further behind will not come
+# A publisher that was replaced speaks no more, but what it said may still be on its way; after an outage of
+# the bus that comes at once. One that is heard so much later has not been replaced.
+REPLACED_S = 60.0
+MAX_REPLACED = 8
 MAX_JUMP = 1_000_000  # no gap is this wide: the stream has been restarted, or one number was garbage
 
 
@@ -87,3 +93,38 @@ class Numbering:
             self.given_up += end - first
         else:
             self.awaited.update(range(first, end))
+
+
+class Life(Enum):
+    """Which life of a rank a message belongs to."""
+
+    SAME = auto()
+    NEW = auto()  # the rank has been restarted, or speaks for the first time
+    PAST = auto()  # overtaken by a restart
+
+
+class Speaker:
+    """Who speaks for a rank on one topic: one publisher at a time, and another after each restart.
+
+    publisher_id:  the living one, None before the first
+    """
+
+    __slots__ = ("_replaced", "publisher_id")
+
+    def __init__(self) -> None:
+        self.publisher_id: int | None = None
+        self._replaced: dict[int, float] = {}
+
+    def hear(self, publisher_id: int, at_s: float) -> Life:
+        """Take note of who speaks and return which life this is."""
+        if publisher_id == self.publisher_id:
+            return Life.SAME
+        if at_s - self._replaced.get(publisher_id, -inf) <= REPLACED_S:
+            return Life.PAST
+        self._replaced.pop(publisher_id, None)
+        if self.publisher_id is not None:
+            self._replaced[self.publisher_id] = at_s
+            if len(self._replaced) > MAX_REPLACED:
+                del self._replaced[next(iter(self._replaced))]
+        self.publisher_id = publisher_id
+        return Life.NEW

@@ -1,15 +1,22 @@
 """Which KV blocks lie in the cache of one worker rank, by its `kv-events`.
 
-Owns: the mirror of one rank's cache, per tier, and how far it can be trusted.
-Does not own: which rank an event belongs to, or that a clear empties the worker's other ranks (fleet.py).
+Owns: the mirror of one rank's cache, per tier, and how far it can be trusted; which prefix each block ends.
+Does not own: which rank an event belongs to, or that a clear empties the worker's other ranks (fleet.py),
+              how a tier's blocks are kept (block_store.py), what is made of them (placement.py).
 Invariant: a late event never overrules a newer one; `approximate` is false only when every event since the
-           cache was empty has been applied.
+           cache was empty has been applied; nothing of a rank's life before a restart is mixed into the next.
 Source: measured: replayed over recordings of the mock engine the mirror is exact; event ids start at 1.
 """
 
+from collections.abc import Callable, Mapping
+from functools import cached_property
+
 import msgspec
 
-from dynamo_poa.ordering import Numbering, Place
+from dynamo_poa.block_store import BlockStore, Evictions, HashArray
+from dynamo_poa.ordering import Life, Numbering, Place, Speaker
+from dynamo_poa.prefixes import UNKNOWN, roll, rolled
+from dynamo_poa.values import WorkerKey
 from dynamo_poa.wire import KvEvent, KvRemoved, KvStored, Tier
 
 GAP_WAIT_S = 5.0  # measured: reordering is milliseconds, and after a NATS outage everything comes at once
@@ -18,6 +25,7 @@ MAX_TOUCHED = 65_536  # blocks remembered while a gap is open; a flood must not 
 # are larger than it, hence not 1.
 CAPACITY_FACTOR = 4
 UNKNOWN_CAPACITY_BLOCKS = 65_536  # where the card does not give it
+RELOAD_S = 30.0  # as PoaController.caching has it
 
 
 class CacheState(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,6 +53,51 @@ class CacheState(msgspec.Struct, frozen=True, kw_only=True):
     overflows: int = 0
 
 
+class CacheSnapshot:
+    """A rank's cache at one instant, to be read in any thread. The arrays are made when first asked for.
+
+    chains:           chain hash of each block in the device tier (prefixes.py), unsorted; without the blocks
+                      whose beginning is not known, which no prefix can be found in
+    lower:            the same for each other tier that holds any
+    resident_blocks:  in the device tier, those too; None while the rank has said nothing of its cache
+    total_blocks:     capacity by the card
+    approximate:      as CacheState has it
+    evicted:          blocks evicted from the device tier since the rank appeared, as far as they were counted
+    reloaded:         those stored again within reload_s
+    """
+
+    def __init__(
+        self,
+        key: WorkerKey,
+        chains: HashArray | Callable[[], HashArray],
+        lower: Mapping[Tier, HashArray | Callable[[], HashArray]],
+        total_blocks: int | None,
+        approximate: bool,
+        evicted: int = 0,
+        reloaded: int = 0,
+        resident_blocks: int | None = None,
+    ) -> None:
+        """Take a snapshot; an array may be given as what makes it."""
+        self.key = key
+        self.total_blocks = total_blocks
+        self.approximate = approximate
+        self.evicted = evicted
+        self.reloaded = reloaded
+        self.resident_blocks = resident_blocks
+        self._chains = chains
+        self._lower = lower
+
+    @cached_property
+    def chains(self) -> HashArray:
+        """Return the chain hashes of the device tier."""
+        return self._chains() if callable(self._chains) else self._chains
+
+    @cached_property
+    def lower(self) -> dict[Tier, HashArray]:
+        """Return those of the other tiers."""
+        return {tier: held() if callable(held) else held for tier, held in self._lower.items()}
+
+
 class CacheMirror:
     """The cache of one (worker_id, dp_rank).
 
@@ -52,15 +105,24 @@ class CacheMirror:
     on are certain, the old ones are not, and the engine's own eviction makes the mirror true again in time.
     """
 
-    def __init__(self, total_kv_blocks: int | None) -> None:
-        self.limit_blocks = CAPACITY_FACTOR * (total_kv_blocks or UNKNOWN_CAPACITY_BLOCKS)
-        self._tiers: dict[Tier, set[int]] = {Tier.DEVICE: set()}
+    def __init__(self, total_kv_blocks: int | None, reload_s: float = RELOAD_S) -> None:
+        """Begin knowing nothing.
+
+        Args:  reload_s: a block stored again so soon after its eviction counts as reloaded.
+        """
+        capacity_blocks = total_kv_blocks or UNKNOWN_CAPACITY_BLOCKS
+        self.limit_blocks = CAPACITY_FACTOR * capacity_blocks
+        self._total_kv_blocks = total_kv_blocks
+        self._tiers: dict[Tier, BlockStore] = {Tier.DEVICE: BlockStore()}
+        self._evictions = Evictions(reload_s, capacity_blocks)
         self._numbering = Numbering()
-        self._publisher_id: int | None = None
+        self._speaker = Speaker()
         self._complete = False  # every event since the cache was empty has been applied or is awaited
         self._gap_at_s: float | None = None
         # While a gap is open: the newest event that spoke of a block, so that a late one cannot undo it.
         self._touched: dict[tuple[Tier, int], int] = {}
+        # Meanwhile: parent and tokens hash of blocks whose beginning is not known yet, for it may come late.
+        self._parentless: dict[int, tuple[int, int]] = {}
         self._loss_untold = False
         self._orphans = 0
         self._unknown_removes = 0
@@ -68,18 +130,30 @@ class CacheMirror:
 
     def blocks(self, tier: Tier = Tier.DEVICE) -> frozenset[int]:
         """Return the hashes resident in a tier."""
-        return frozenset(self._tiers.get(tier, ()))
+        return self._tiers[tier].blocks() if tier in self._tiers else frozenset()
+
+    def snapshot(self, key: WorkerKey) -> CacheSnapshot:
+        """Return what lies there now, at no cost: arrays are made by whoever looks at them."""
+        return CacheSnapshot(
+            key=key,
+            chains=self._tiers[Tier.DEVICE].freeze(),
+            lower={tier: held.freeze() for tier, held in self._tiers.items() if held and tier != Tier.DEVICE},
+            total_blocks=self._total_kv_blocks,
+            approximate=self._approximate,
+            evicted=self._evictions.counted,
+            reloaded=self._evictions.reloaded,
+            resident_blocks=self._resident_blocks,
+        )
 
     def state(self) -> CacheState:
         """Return what is known now."""
         numbering = self._numbering
-        known = self._complete or self._publisher_id is not None
         return CacheState(
-            resident_blocks=len(self._tiers[Tier.DEVICE]) if known else None,
+            resident_blocks=self._resident_blocks,
             lower_blocks={
                 tier.value: len(held) for tier, held in self._tiers.items() if held and tier != Tier.DEVICE
             },
-            approximate=not self._complete or bool(numbering.awaited),
+            approximate=self._approximate,
             duplicates=numbering.repeated,
             gaps_opened=numbering.gaps_opened,
             gaps_closed=numbering.gaps_closed,
@@ -90,13 +164,15 @@ class CacheMirror:
         )
 
     def apply(self, publisher_id: int, event: KvEvent, at_s: float) -> bool:
-        """Apply one event; return whether it was taken, which a repeat is not.
+        """Apply one event; return whether it was taken, which a repeat is not, nor one from a past life.
 
         A `cleared` empties this rank only: the caller empties the worker's others.
         """
-        if publisher_id != self._publisher_id:
-            # A rank has one publisher, so another one means that the engine began anew, counting from 1.
-            self._publisher_id = publisher_id
+        # A rank has one publisher, so another one means that the engine began anew, counting from 1.
+        life = self._speaker.hear(publisher_id, at_s)
+        if life is Life.PAST:
+            return False
+        if life is Life.NEW:
             self._numbering.restart()
             self._begin(event.event_id)
         given_up = self._numbering.given_up
@@ -111,9 +187,9 @@ class CacheMirror:
             self._gap_at_s = at_s
         late = place is Place.LATE
         if isinstance(event.data, KvStored):
-            self._store(event, event.data, late)
+            self._store(event, event.data, late, at_s)
         elif isinstance(event.data, KvRemoved):
-            self._remove(event, event.data, late)
+            self._remove(event, event.data, late, at_s)
         elif late:
             self._clear_late(event.event_id)
         else:
@@ -129,6 +205,7 @@ class CacheMirror:
         """Forget every block, because the worker's cache was cleared; what came before matters no more."""
         for held in self._tiers.values():
             held.clear()
+        self._evictions.clear()
         self._numbering.give_up()
         self._close_gap()
         self._complete = True
@@ -144,14 +221,25 @@ class CacheMirror:
         untold, self._loss_untold = self._loss_untold, False
         return untold
 
+    @property
+    def _approximate(self) -> bool:
+        return not self._complete or bool(self._numbering.awaited)
+
+    @property
+    def _resident_blocks(self) -> int | None:
+        known = self._complete or self._speaker.publisher_id is not None
+        return len(self._tiers[Tier.DEVICE]) if known else None
+
     def _begin(self, first_event_id: int) -> None:
-        self._tiers = {Tier.DEVICE: set()}
+        self._tiers = {Tier.DEVICE: BlockStore()}
+        self._evictions.clear()
         self._close_gap()
         self._complete = first_event_id == 1
 
     def _close_gap(self) -> None:
         self._gap_at_s = None
         self._touched.clear()
+        self._find_parents()
 
     def _lose_gap(self) -> None:
         self._numbering.give_up()
@@ -159,22 +247,58 @@ class CacheMirror:
         self._loss_untold = self._loss_untold or self._complete
         self._complete = False
 
-    def _store(self, event: KvEvent, stored: KvStored, late: bool) -> None:
-        parent = stored.parent_hash
-        if parent is not None and not any(parent in held for held in self._tiers.values()):
-            self._orphans += 1
-        held = self._tiers.setdefault(event.tier, set())
-        held.update(self._unsettled(event, stored.block_hashes, late))
+    def _store(self, event: KvEvent, stored: KvStored, late: bool, at_s: float) -> None:
+        parent, blocks, chain = stored.parent_hash, stored.block_hashes, None
+        if parent is not None:
+            chain = self._chain(parent)
+            self._orphans += chain is None
+        begins = parent is None or bool(chain)
+        chains = rolled(chain, stored.tokens_hashes) if begins else [UNKNOWN] * len(blocks)
+        unsettled = self._unsettled(event, blocks, late)
+        if late:
+            chains_of = dict(zip(blocks, chains, strict=True))
+            blocks, chains = unsettled, [chains_of[block] for block in unsettled]
+        if self._gap_at_s is not None and parent is not None and not begins:
+            lineage = zip((parent, *stored.block_hashes), stored.tokens_hashes, strict=False)
+            self._parentless.update(zip(stored.block_hashes, lineage, strict=True))
+        held = self._tiers.setdefault(event.tier, BlockStore())
+        held.put(blocks, chains)
+        if event.tier is Tier.DEVICE:
+            self._evictions.stored(blocks, at_s)
         if len(held) > self.limit_blocks:
             held.clear()
             self._overflows += 1
             self._complete = False
 
-    def _remove(self, event: KvEvent, removed: KvRemoved, late: bool) -> None:
-        held = self._tiers.setdefault(event.tier, set())
+    def _remove(self, event: KvEvent, removed: KvRemoved, late: bool, at_s: float) -> None:
+        held = self._tiers.setdefault(event.tier, BlockStore())
         block_hashes = set(self._unsettled(event, removed.block_hashes, late))
-        self._unknown_removes += len(block_hashes - held)
-        held -= block_hashes
+        gone = held.discard(block_hashes)
+        self._unknown_removes += len(block_hashes) - len(gone)
+        if event.tier is Tier.DEVICE:
+            self._evictions.evicted(gone, at_s)
+
+    def _chain(self, block_hash: int) -> int | None:
+        """Return a block's chain hash, whichever tier it is in; None where it is in none."""
+        found = [chain for held in self._tiers.values() if (chain := held.chain(block_hash)) is not None]
+        return max(found, default=None)  # UNKNOWN is the smallest
+
+    def _find_parents(self) -> None:
+        """Give blocks that came before their parent did its continuation, now that nothing is awaited."""
+        while self._parentless:
+            block_hash, (parent, tokens_hash) = self._parentless.popitem()
+            line = [(block_hash, tokens_hash)]
+            while (step := self._parentless.pop(parent, None)) is not None:
+                line.append((parent, step[1]))
+                parent = step[0]
+            chain = self._chain(parent)
+            if not chain:
+                continue
+            for block_hash, tokens_hash in reversed(line):
+                chain = roll(chain, tokens_hash)
+                for held in self._tiers.values():
+                    if block_hash in held:
+                        held.put((block_hash,), (chain,))
 
     def _unsettled(self, event: KvEvent, block_hashes: tuple[int, ...], late: bool) -> tuple[int, ...]:
         """Return the blocks no newer event has spoken of, and remember this one while a gap is open."""
@@ -191,9 +315,9 @@ class CacheMirror:
 
     def _clear_late(self, event_id: int) -> None:
         for tier, held in self._tiers.items():
-            held &= {
+            held.retain(
                 block_hash
                 for (of, block_hash), newer in self._touched.items()
                 if of is tier and newer > event_id
-            }
+            )
         self._numbering.give_up(below=event_id)

@@ -225,12 +225,14 @@ class Tier(StrEnum):
 class KvStored(msgspec.Struct, frozen=True):
     """Blocks entered the cache: sent when the pass is scheduled, before its prefill has finished.
 
-    parent_hash:   of the block before the first one; None at the start of a prompt
-    block_hashes:  unsigned 64-bit, oldest first, each the parent of the next
+    parent_hash:    of the block before the first one; None at the start of a prompt
+    block_hashes:   unsigned 64-bit, oldest first, each the parent of the next; the engine's own, arbitrary
+    tokens_hashes:  of each block's tokens alone, the same whichever engine computed them
     """
 
     parent_hash: int | None
     block_hashes: tuple[int, ...]
+    tokens_hashes: tuple[int, ...]
 
 
 class KvRemoved(msgspec.Struct, frozen=True):
@@ -326,6 +328,7 @@ class _Envelope(msgspec.Struct, gc=False):
 
 class _Block(msgspec.Struct, gc=False):
     block_hash: int  # some senders write the signed form
+    tokens_hash: int
 
 
 class _Stored(msgspec.Struct, gc=False):
@@ -492,7 +495,12 @@ def _kv_event(raw: _RouterEvent) -> KvEvent:
         data = KvCleared()
     elif (stored := change.stored) is not None and change.removed is None:
         parent = None if stored.parent_hash is None else stored.parent_hash & MAX_U64
-        data = KvStored(parent, tuple([block.block_hash & MAX_U64 for block in stored.blocks]))
+        blocks = stored.blocks
+        data = KvStored(
+            parent,
+            tuple([block.block_hash & MAX_U64 for block in blocks]),
+            tuple([block.tokens_hash & MAX_U64 for block in blocks]),
+        )
     elif change.removed is not None and stored is None:
         data = KvRemoved(tuple([block_hash & MAX_U64 for block_hash in change.removed.block_hashes]))
     else:

@@ -98,7 +98,7 @@ def st(
     w: int, event_id: int, parent: int | None, hashes: Sequence[int], dp: int = 0, tier: str = "device"
 ) -> tuple[str, Body]:
     """ST of the acceptance cases."""
-    blocks = [{"block_hash": h, "tokens_hash": 7, "mm_extra_info": None} for h in hashes]
+    blocks = [{"block_hash": h, "tokens_hash": h, "mm_extra_info": None} for h in hashes]
     stored = {"parent_hash": parent, "start_position": None, "blocks": blocks}
     return _event(w, event_id, {"stored": stored}, dp, tier)
 

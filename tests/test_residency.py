@@ -11,8 +11,13 @@ from dynamo_poa.wire import KvCleared, KvEvent, KvRemoved, KvStored, Tier
 PUBLISHER = 5
 
 
+def tokens_of(block_hash: int) -> int:
+    """What the tests' blocks hold is told by their hash."""
+    return block_hash * 7 + 1
+
+
 def stored(event_id: int, *hashes: int, parent: int | None = None, tier: Tier = Tier.DEVICE) -> KvEvent:
-    return KvEvent(1, 0, event_id, tier, KvStored(parent, hashes))
+    return KvEvent(1, 0, event_id, tier, KvStored(parent, hashes, tuple(map(tokens_of, hashes))))
 
 
 def removed(event_id: int, *hashes: int, tier: Tier = Tier.DEVICE) -> KvEvent:
