@@ -11,6 +11,7 @@ import msgspec
 
 from dynamo_poa.values import Estimate, Shares
 
+WORTH_FRAC = 0.01  # of goodput: less than that another worker is no help
 DOMINANT_FRAC = 0.5  # a cause dominates with more than half of the cost beyond the unloaded
 
 
@@ -203,8 +204,12 @@ def _remedy(dominant: str, allocation: AllocationEstimate, advice: Advice | None
     if advice is not None:
         return f"no routing parameter can help; {advice}"
     more = {"prefill": allocation.one_more_prefill, "decode": allocation.one_more_decode}
-    known = {pool: gain for pool, gain in more.items() if gain is not None and gain > 0}
+    known = {pool: gain for pool, gain in more.items() if gain is not None}
     if not known:
         return "no routing parameter can help; more workers or fewer requests would"
     pool = max(known, key=lambda name: known[name])
+    if known[pool] < WORTH_FRAC:
+        return (
+            "no routing parameter can help; more workers would shorten waits that are within the objectives"
+        )
     return f"no routing parameter can help; one more {pool} worker would: goodput +{known[pool] * 100:.0f} %"

@@ -74,6 +74,10 @@ def test_without_advice_the_pool_that_gains_most_by_one_more_worker_is_named() -
     assert couple(of_capacity, CACHING, AllocationEstimate(reason="aggregated workers")).remedy == (
         "no routing parameter can help; more workers or fewer requests would"
     )
+    enough = AllocationEstimate(poa_hat=1.0, now=THEN, best=THEN, one_more_prefill=0.0, one_more_decode=0.009)
+    assert couple(of_capacity, CACHING, enough).remedy == (
+        "no routing parameter can help; more workers would shorten waits that are within the objectives"
+    )
 
 
 def test_nothing_known_is_nothing_said() -> None:
