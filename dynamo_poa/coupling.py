@@ -12,6 +12,7 @@ import msgspec
 from dynamo_poa.values import Estimate, Shares
 
 WORTH_FRAC = 0.01  # of goodput: less than that another worker is no help
+KEPT_FRAC = 0.95  # of requests within an objective: it is kept
 DOMINANT_FRAC = 0.5  # a cause dominates with more than half of the cost beyond the unloaded
 
 
@@ -205,10 +206,11 @@ def _remedy(dominant: str, allocation: AllocationEstimate, advice: Advice | None
         return f"no routing parameter can help; {advice}"
     more = {"prefill": allocation.one_more_prefill, "decode": allocation.one_more_decode}
     known = {pool: gain for pool, gain in more.items() if gain is not None}
-    if not known:
-        return "no routing parameter can help; more workers or fewer requests would"
-    pool = max(known, key=lambda name: known[name])
-    if known[pool] < WORTH_FRAC:
+    pool = max(known, key=lambda name: known[name], default="")
+    if known.get(pool, 0.0) < WORTH_FRAC:
+        now = allocation.now
+        if now is None or min(now.ttft_frac, now.itl_frac) < KEPT_FRAC:
+            return "no routing parameter can help; more workers or fewer requests would"
         return (
             "no routing parameter can help; more workers would shorten waits that are within the objectives"
         )

@@ -2,9 +2,10 @@
 
 import msgspec
 import pytest
+from exposition import samples_of
+from prometheus_client import generate_latest
 from records import RECORD
 from shown import text
-from test_controller_metrics import scraped
 
 from dynamo_poa.controller_metrics import ControllerMetrics
 from dynamo_poa.coupling import (
@@ -78,6 +79,10 @@ def test_without_advice_the_pool_that_gains_most_by_one_more_worker_is_named() -
     assert couple(of_capacity, CACHING, enough).remedy == (
         "no routing parameter can help; more workers would shorten waits that are within the objectives"
     )
+    broken = msgspec.structs.replace(enough, now=NOW)
+    assert couple(of_capacity, CACHING, broken).remedy == (
+        "no routing parameter can help; more workers or fewer requests would"
+    )
 
 
 def test_nothing_known_is_nothing_said() -> None:
@@ -135,9 +140,9 @@ async def test_metrics_say_what_is_known_of_the_other_games_and_nothing_else() -
     """Unknown is absent, never 0."""
     metrics = ControllerMetrics()
     await metrics.emit(RECORD)
-    before = scraped(metrics)
-    assert ("poa_caching_hat",) not in before
-    assert ("poa_allocation_hat",) not in before
+    before = samples_of(generate_latest(metrics.registry).decode())
+    assert "poa_caching_hat" not in before
+    assert "poa_allocation_hat" not in before
     await metrics.emit(
         msgspec.structs.replace(
             RECORD,
@@ -147,12 +152,12 @@ async def test_metrics_say_what_is_known_of_the_other_games_and_nothing_else() -
             coupling=couple(routing(0.2, 0.1, 0.7), CACHING, SPLITS),
         )
     )
-    samples = scraped(metrics)
-    assert samples["poa_caching_hat",] == 1.5
-    assert samples["poa_caching_duplication",] == 2.25
-    assert ("poa_caching_shared_hits_frac",) not in samples
-    assert samples["poa_allocation_workers", ("role", "decode"), ("split", "best")] == 4
-    assert samples["poa_allocation_goodput_rps", ("split", "now")] == 90.0
-    causes = [samples["poa_dominant", ("cause", cause)] for cause in ("routing", "caching", "capacity")]
+    samples = samples_of(generate_latest(metrics.registry).decode())
+    assert samples["poa_caching_hat"] == 1.5
+    assert samples["poa_caching_duplication"] == 2.25
+    assert "poa_caching_shared_hits_frac" not in samples
+    assert samples['poa_allocation_workers{role="decode",split="best"}'] == 4
+    assert samples['poa_allocation_goodput_rps{split="now"}'] == 90.0
+    causes = [samples[f'poa_dominant{{cause="{cause}"}}'] for cause in ("routing", "caching", "capacity")]
     assert causes == [0, 0, 1]
-    assert samples["poa_advice",] == 1
+    assert samples["poa_advice"] == 1
