@@ -23,15 +23,20 @@ from dynamo_poa.coefficients_sink import CoefficientsSink
 from dynamo_poa.config import CommonConfig, ControllerConfig, RouterConfig
 from dynamo_poa.control import ControlService
 from dynamo_poa.controller_metrics import ControllerMetrics
+from dynamo_poa.coupling import CacheSwap
 from dynamo_poa.decisions import DecisionLog
 from dynamo_poa.errors import BusError, ParamsError
 from dynamo_poa.fleet import Fleet
+from dynamo_poa.following import Following, Seen, turnover
 from dynamo_poa.latency import LatencyBook
-from dynamo_poa.loop import ControlLoop
+from dynamo_poa.loop import ControlLoop, Follow
 from dynamo_poa.output_tokens import OutputTokens
 from dynamo_poa.params import ParamsPublisher, decode_heartbeat
+from dynamo_poa.placement import Placements
 from dynamo_poa.policies import make_policy, make_shadow
 from dynamo_poa.pricing import Pricer
+from dynamo_poa.slow_games import SlowGames
+from dynamo_poa.split import note_split
 from dynamo_poa.telemetry import BusSink, LogSink, MetricsServer, configure_logging
 from dynamo_poa.tick import Settings
 from dynamo_poa.ttft import FrontendScraper
@@ -87,6 +92,7 @@ class ControllerProcess:
             exposed=exposed,
             routers_synced=self._router.hears_replicas,
             on_pass=on_pass,
+            reload_s=config.caching.reload_s,
         )
         decisions = self._decision_log()
         pricer = Pricer(
@@ -95,6 +101,23 @@ class ControllerProcess:
             block_size=common.block_size,
             output_tokens=output_tokens.mean,
             scale_is_weight=self._router.overlap_key == "prefill_load_scale",
+        )
+        placements = Placements(
+            config.caching,
+            caches=fleet.caches,
+            groups=decisions.demand.groups,
+            latencies=lambda: pricer.latencies,
+        )
+        games = SlowGames(
+            placements.note_caches,
+            lambda at_s: note_split(
+                at_s,
+                fleet.workers(at_s),
+                decisions,
+                book.pool_curves(),
+                output_tokens.mean,
+                config.slo,
+            ),
         )
         metrics = ControllerMetrics(
             lambda: fleet.workers(clock.monotonic_s()),
@@ -124,6 +147,8 @@ class ControllerProcess:
                 fleet=fleet,
                 decisions=decisions,
                 pricer=pricer,
+                games=games,
+                follow=follower(fleet, decisions, games),
                 cards=cards,
                 frontend=await self._frontend(stack),
                 sinks=(
@@ -231,6 +256,29 @@ class ControllerProcess:
         results = await asyncio.gather(ticking, stopped, return_exceptions=True)
         if isinstance(results[0], Exception):
             raise results[0]
+
+
+def follower(fleet: Fleet, decisions: DecisionLog, games: SlowGames) -> Follow:
+    """Return what is told the setting in force on every tick, and says how caches followed its changes."""
+    following = Following()
+
+    def follow(at_s: float, wall_s: float, setting: Setting | None) -> CacheSwap | None:
+        stored_blocks, pool_blocks = turnover(fleet.caches())
+        return following.observe(
+            Seen(
+                at_s=at_s,
+                wall_s=wall_s,
+                setting=setting,
+                prompts_seen=decisions.prompts_seen,
+                prompt_tokens_seen=decisions.prompt_tokens_seen,
+                cached_tokens_seen=decisions.cached_tokens_seen,
+                stored_blocks=stored_blocks,
+                pool_blocks=pool_blocks,
+                duplication=games.caching.duplication,
+            )
+        )
+
+    return follow
 
 
 def listen(

@@ -21,7 +21,7 @@ from dynamo_poa import telemetry
 from dynamo_poa.advice import AdviceState, next_advice
 from dynamo_poa.clock import Clock
 from dynamo_poa.controller import pinned, released, step, take_over
-from dynamo_poa.coupling import AllocationEstimate, CachingEstimate
+from dynamo_poa.coupling import AllocationEstimate, CacheSwap, CachingEstimate
 from dynamo_poa.decisions import DecisionLog, Traffic
 from dynamo_poa.errors import ActuationError, BusError
 from dynamo_poa.fleet import Notice, pools_of
@@ -67,6 +67,10 @@ class ParamsChannel(Protocol):
     async def poll_store(self) -> RouterParams | None:
         """Return a record that somebody else wrote, once."""
         ...
+
+
+# (monotonic, epoch, the setting in force) -> how caches followed its last change
+Follow = Callable[[float, float, Setting | None], CacheSwap | None]
 
 
 class FleetView(Protocol):
@@ -122,6 +126,7 @@ class ControlLoop:
         decisions: DecisionLog,
         pricer: Pricer,
         games: SlowGames | None = None,
+        follow: Follow | None = None,
         cards: Callable[[], Iterable[WorkerCard]] = tuple,
         frontend: FrontendScraper | None = None,
         sinks: Sequence[Sink] = (),
@@ -143,6 +148,7 @@ class ControlLoop:
         self._awaited_since_s: float | None = None
         self._pricer = pricer
         self._games = games
+        self._follow = follow
         self._advice = AdviceState()
         self._due_at_s: dict[str, float] = {}
         self._rate = _Rate()
@@ -304,10 +310,12 @@ class ControlLoop:
             ttft = combine(from_frontend, ttft)
             traffic = _with_frontend(traffic, snapshot)
         heard = [at for at in (fleet.last_message_at_s, decisions.last_batch_at_s) if at is not None]
+        current, wall_s = self._channel.current or self._stored, self._clock.wall_s()
+        in_force = None if current is None else current.setting
         return Observation(
-            wall_s=self._clock.wall_s(),
+            wall_s=wall_s,
             monotonic_s=at_s,
-            current=self._channel.current or self._stored,
+            current=current,
             announced=self._channel.current is not None,
             foreign=self._foreign,
             ttft=ttft,
@@ -323,6 +331,7 @@ class ControlLoop:
             caching=caching,
             allocation=allocation,
             advice=self._advice.given,
+            cache_swap=None if self._follow is None else self._follow(at_s, wall_s, in_force),
             routers=tuple(
                 RouterView(
                     router_id=router.router_id,
