@@ -8,6 +8,7 @@ from suite_results import cell
 from dynamo_poa.bench.load import Result as Answer
 from dynamo_poa.bench.processes import MachineTime
 from dynamo_poa.bench.report import MeasurementError
+from dynamo_poa.bench.suites.cells import Point
 from dynamo_poa.bench.suites.live_client import Asked
 from dynamo_poa.bench.suites.live_result import Reading, Span, picks_of, result_of
 from dynamo_poa.coupling import CachingEstimate
@@ -93,17 +94,18 @@ def test_lateness_counts_towards_an_open_loops_latency_and_voids_the_cell_beyond
 
 
 def test_what_the_controller_said_last_of_a_stretch_is_among_its_figures() -> None:
-    """Of the caches too; what it did not know is absent."""
+    """Of the caches too, their copies as a mean over the stretch; what it did not know is absent."""
     known = CachingEstimate(poa_hat=1.5, observed_s=0.3, optimal_s=0.2, duplication=1.25)
     unknown = CachingEstimate(reason="no worker says that it caches anything")
     told = []
     for caching in (known, unknown):
         record = msgspec.structs.replace(RECORD, caching=caching, cache_hit_frac=0.5)
         stretch = span(10.0, 20.0)._replace(record=record)
-        told.append(result_of(CELL, [asked(11.0)], [stretch], 0).figures)
+        points = [Point(at_s=1.0, duplication=caching.duplication), Point(at_s=2.0, duplication=1.75)]
+        told.append(result_of(CELL, [asked(11.0)], [stretch], 0, points).figures)
     names = ("poa_hat", "poa_caching", "caching_observed_s", "caching_optimal_s", "duplication", "hit_frac")
-    assert [told[0].get(name) for name in names] == [1.5, 1.5, 0.3, 0.2, 1.25, 0.5]
-    assert [told[1].get(name) for name in names] == [1.5, None, None, None, None, 0.5]
+    assert [told[0].get(name) for name in names] == [1.5, 1.5, 0.3, 0.2, 1.5, 0.5]
+    assert [told[1].get(name) for name in names] == [1.5, None, None, None, 1.75, 0.5]
 
 
 def test_a_run_whose_processors_were_the_limit_is_void_and_says_so() -> None:

@@ -153,6 +153,8 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
     phase: str = ""
     regime: str = ""
     poa_hat: float | None = None
+    poa_caching: float | None = None
+    duplication: float | None = None
     ttft_p99_s: float | None = None
     router_temperature: float | None = None
     overlap_weight: float | None = None

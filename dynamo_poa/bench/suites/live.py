@@ -181,14 +181,13 @@ class Block:
         if _lives(running) != before:
             raise MeasurementError(f"a process died: {_difference(before, _lives(running))}")
         computed = watch.computed["prefill" if cell.fleet.prefill else "backend"]
-        result = result_of(cell, asked, spans, computed)
+        result = result_of(cell, asked, spans, computed, watch.points)
         unended = f"{given_up} requests had no end after {DRAIN_S:g} s" if given_up else ""
         reason = "; ".join(filter(None, (result.reason, unended)))
         return msgspec.structs.replace(
             result,
             reason=reason,
             picks=picks,
-            series=tuple(watch.points),
             health=result.health | {"loaded_s": loaded_s},
         )
 

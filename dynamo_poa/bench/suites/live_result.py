@@ -14,7 +14,7 @@ from typing import NamedTuple
 from dynamo_poa.bench.processes import MachineTime, busy_frac
 from dynamo_poa.bench.report import MeasurementError
 from dynamo_poa.bench.story import CPU_BUSY_FRAC, quantile
-from dynamo_poa.bench.suites.cells import Cell, Result
+from dynamo_poa.bench.suites.cells import Cell, Point, Result
 from dynamo_poa.bench.suites.figures import Served, figures_of
 from dynamo_poa.bench.suites.live_client import Asked
 from dynamo_poa.telemetry import TelemetryRecord
@@ -52,13 +52,21 @@ class Span(NamedTuple):
         return busy_frac(self.first.machine, self.last.machine)
 
 
-def result_of(cell: Cell, asked: Sequence[Asked], spans: Sequence[Span], computed_tokens: int) -> Result:
+def result_of(
+    cell: Cell,
+    asked: Sequence[Asked],
+    spans: Sequence[Span],
+    computed_tokens: int,
+    series: Sequence[Point] = (),
+) -> Result:
     """Work out a cell's figures and health.
 
         cached_frac = 1 - computed_tokens / prompt tokens of those whose first token came in that time
+        duplication = mean over a stretch's points: caches are as they are at an instant
 
     Args:     asked: all of the cell, those of the warm-up and of the drain too.
               computed_tokens: of prompts, by workers that prefill, from the first stretch to the drain's end.
+              series: what the controller said while it was measured.
     Raises:   MeasurementError when a stretch has no answered request.
     """
     figures, measured = dict[str, float](), list[Asked]()
@@ -67,6 +75,9 @@ def result_of(cell: Cell, asked: Sequence[Asked], spans: Sequence[Span], compute
         measured += mine
         prefix = f"{span.name}." if span.name else ""
         figures |= {prefix + key: value for key, value in _figures(mine, asked, span).items()}
+        copies = [point.duplication for point in series if point.phase == span.name]
+        if known := [copy for copy in copies if copy is not None]:
+            figures[f"{prefix}duplication"] = sum(known) / len(known)
     since_s = spans[0].first.at_s
     prompt_tokens = sum(one.request.input_tokens for one in asked if _first_token_at_s(one) > since_s)
     if prompt_tokens:
@@ -74,7 +85,12 @@ def result_of(cell: Cell, asked: Sequence[Asked], spans: Sequence[Span], compute
     health = _health(measured, spans)
     reason = _why_void(health)
     return Result(
-        cell=cell, state="void" if reason else "done", reason=reason, figures=figures, health=health
+        cell=cell,
+        state="void" if reason else "done",
+        reason=reason,
+        figures=figures,
+        health=health,
+        series=tuple(series),
     )
 
 
@@ -113,7 +129,6 @@ def _figures(mine: Sequence[Asked], asked: Sequence[Asked], span: Span) -> dict[
             "poa_caching": record.caching.poa_hat,
             "caching_observed_s": record.caching.observed_s,
             "caching_optimal_s": record.caching.optimal_s,
-            "duplication": record.caching.duplication,
             "hit_frac": record.cache_hit_frac,
         }
         figures |= {key: value for key, value in poa.items() if value is not None}

@@ -92,6 +92,8 @@ class Watch:
                     phase=self.phase,
                     regime=record.regime,
                     poa_hat=record.poa_hat,
+                    poa_caching=record.caching.poa_hat,
+                    duplication=record.caching.duplication,
                     ttft_p99_s=record.ttft_p99_s,
                     router_temperature=record.router_temperature,
                     overlap_weight=record.overlap_weight,
