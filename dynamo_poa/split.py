@@ -36,7 +36,7 @@ from dynamo_poa.prompts import PROMPT, REQUESTS, UNCACHED, UNCACHED_SQUARED, Flo
 from dynamo_poa.values import Curve, Role, WorkerCard
 
 MIN_PROMPTS = 50
-MIN_SECONDS = 20
+MIN_SECONDS = 10
 NEARLY_FRAC = 0.01  # a split so much worse than the best is as good, if it moves fewer workers
 MOST_GAIN = 100.0  # a present split that gets nothing done would make any other infinitely better
 RESAMPLES = 200  # 1.2 ms each

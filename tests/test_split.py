@@ -30,7 +30,7 @@ from dynamo_poa.split import Game, gain, nearest, note_split, price_split, read_
 from dynamo_poa.values import Curve, Role, WorkerCard, WorkerKey
 from dynamo_poa.wire import Chosen, DecisionBatch
 
-NEEDED = ", 50 in 20 s needed"
+NEEDED = ", 50 in 10 s needed"
 SLO = SloConfig(ttft_s=0.5, itl_s=0.03)
 CURVES = {
     Role.PREFILL: Curve(prefill_base_s=0.01, prefill_token_s=5e-5),
@@ -127,9 +127,9 @@ def test_what_no_card_tells_is_the_engines_usual_and_workers_that_differ_have_th
         (
             cards(1, 1),
             CURVES,
-            seconds(9, length=19, seed=None),
+            seconds(9, length=9, seed=None),
             9.0,
-            "171 prompts in 19 s, 50 in 20 s needed",
+            "81 prompts in 9 s, 50 in 10 s needed",
         ),
         (
             cards(1, 1),

@@ -142,12 +142,13 @@ def main() -> None:
         from dynamo_poa.bench import demo
         from dynamo_poa.bench.suites import calibrate_command
         from dynamo_poa.bench.suites import command as bench
-        from dynamo_poa.serve import commands
+        from dynamo_poa.serve import advise_command, commands
     except KeyboardInterrupt:  # they take a second
         sys.exit(_INTERRUPTED)
 
     app = _app("Adaptive routing for NVIDIA Dynamo: serve a graph, watch it, steer it.")
     commands.register(app)
+    advise_command.register(app)
     demo.register(app)
     bench.register(app)
     calibrate_command.register(app)

@@ -19,11 +19,12 @@ from dynamo_poa.decisions import DecisionLog
 from dynamo_poa.errors import RecordingError, WireError
 from dynamo_poa.fleet import Fleet
 from dynamo_poa.latency import LatencyBook
+from dynamo_poa.load import WorkerState
 from dynamo_poa.pricing import snapshots_at
 from dynamo_poa.recording import Reader
 from dynamo_poa.serve.survey import OURS, route_of, survey
 from dynamo_poa.snapshot import Snapshot
-from dynamo_poa.values import Role, WorkerCard, WorkerKey, WorkerLatency
+from dynamo_poa.values import Curve, Role, WorkerCard, WorkerKey, WorkerLatency
 
 MAX_NAMED_SUBJECTS = 20  # of those we do not know; the rest of a foreign stream is one number
 MAX_SUBJECT = 200  # characters shown of one
@@ -43,7 +44,7 @@ class Playback:
 
     at_s:       of the last message so far; never goes back
     messages:   taken in, by topic; `unknown` are subjects of neither Dynamo nor us
-    latencies:  what is known of each worker's speed, as of the last instant
+    latencies:  what is known of each worker's speed, as of the last instant; `workers` are those present
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class Playback:
         self.reader = Reader(path)
         self.messages, self.unknown = Counter[str](), Counter[str]()
         self.latencies: dict[WorkerKey, WorkerLatency] = {}
+        self.workers: list[WorkerState] = []
         self._path, self._also, self._notes = path, also, Counter[str]()
         self._estimate_s = config.estimate_s
         self._silent_looks = math.ceil(config.stale_s / config.estimate_s)
@@ -86,6 +88,11 @@ class Playback:
         self._notes["workers inferred from forward passes, no cards recorded"] = (
             len(found.cards) if found.inferred else 0
         )
+
+    @property
+    def curves(self) -> dict[Role, Curve]:
+        """Return each pool's speed, as of the last instant; a pool's stays when its workers have gone."""
+        return self._book.pool_curves()
 
     @property
     def inexact(self) -> dict[str, int]:
@@ -132,7 +139,7 @@ class Playback:
     def _look(self, at_s: float) -> Instant:
         self._fleet.take_notices(at_s)  # what they tell of is in `dropped`, too
         self.log.advance(at_s)
-        workers = self._fleet.workers(at_s)
+        self.workers = workers = self._fleet.workers(at_s)
         self.latencies = self._book.fit(at_s, [(worker.key, worker.card.role) for worker in workers])
         return Instant(at_s, snapshots_at(at_s, workers, self.latencies, self.log.running()))
 
