@@ -197,6 +197,7 @@ class ControllerProcess:
             block_size=self._common.block_size,
             answering=frozenset(answering),
             demand_window_s=self._config.caching.demand_window_s,
+            prompts_window_s=self._config.estimate_window_s,
         )
 
     async def _frontend(self, stack: AsyncExitStack) -> FrontendScraper | None:
