@@ -28,9 +28,21 @@ _NONE: HashArray = np.zeros(0, np.uint64)
 class BlockStore:
     """A set of blocks, each with its chain hash."""
 
-    __slots__ = ("_chain_at", "_chains", "_gone", "_key_at", "_keys", "_most_changes", "_new", "_shared")
+    __slots__ = (
+        "_chain_at",
+        "_chains",
+        "_gone",
+        "_key_at",
+        "_keys",
+        "_min_changes",
+        "_most_changes",
+        "_new",
+        "_shared",
+    )
 
-    def __init__(self) -> None:
+    def __init__(self, min_changes: int = MIN_CHANGES) -> None:
+        """Begin empty; changes are merged in when there are more than so many and than their share."""
+        self._min_changes = min_changes
         self._new: dict[int, int] = {}  # blocks not in the array, or there and gone
         self._gone: set[int] = set()  # places in the array
         self._shared = False  # both have been handed out, and are copied before they change
@@ -53,7 +65,8 @@ class BlockStore:
 
     def put(self, blocks: Sequence[int], chains: Sequence[int]) -> None:
         """Hold some blocks, whether they were held or not."""
-        self._own()
+        if self._shared:
+            self._own()
         new = self._new
         if not len(self._keys) and UNKNOWN not in chains:
             new.update(zip(blocks, chains, strict=True))
@@ -71,7 +84,8 @@ class BlockStore:
 
     def discard(self, blocks: Iterable[int]) -> list[int]:
         """Let some blocks go; return those that were held."""
-        self._own()
+        if self._shared:
+            self._own()
         new, held = self._new, []
         for block in blocks:
             if new.pop(block, None) is None:
@@ -115,8 +129,7 @@ class BlockStore:
         return place if place < len(keys) and keys[place] == block and place not in self._gone else None
 
     def _own(self) -> None:
-        if self._shared:
-            self._new, self._gone, self._shared = self._new.copy(), self._gone.copy(), False
+        self._new, self._gone, self._shared = self._new.copy(), self._gone.copy(), False
 
     def _merge(self) -> None:
         alive = _alive(self._keys, self._gone)
@@ -134,7 +147,7 @@ class BlockStore:
         self._keys, self._chains = keys, chains
         # Views give Python's own integers, which a search compares several times faster than numpy's.
         self._key_at, self._chain_at = keys.data, chains.data
-        self._most_changes = max(MIN_CHANGES, int(len(keys) * MERGE_FRAC))
+        self._most_changes = max(self._min_changes, int(len(keys) * MERGE_FRAC))
 
 
 class Evictions:

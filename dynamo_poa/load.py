@@ -107,10 +107,9 @@ class RankLoad:
 
         One that belongs to the time before a restart is not even that.
         """
-        life = self._pass_speaker.hear(publisher_id, at_s)
-        if life is Life.PAST:
-            return False
-        if life is Life.NEW:
+        if publisher_id != self._pass_speaker.publisher_id:
+            if self._pass_speaker.hear(publisher_id, at_s) is Life.PAST:
+                return False
             self._begin_passes()
         self.seen_at_s = at_s
         place = self._pass_numbering.place(done.counter_id)

@@ -168,11 +168,10 @@ class CacheMirror:
 
         A `cleared` empties this rank only: the caller empties the worker's others.
         """
-        # A rank has one publisher, so another one means that the engine began anew, counting from 1.
-        life = self._speaker.hear(publisher_id, at_s)
-        if life is Life.PAST:
-            return False
-        if life is Life.NEW:
+        if publisher_id != self._speaker.publisher_id:
+            if self._speaker.hear(publisher_id, at_s) is Life.PAST:
+                return False
+            # A rank has one publisher, so another one means that the engine began anew, counting from 1.
             self._numbering.restart()
             self._begin(event.event_id)
         given_up = self._numbering.given_up
@@ -254,14 +253,14 @@ class CacheMirror:
             self._orphans += chain is None
         begins = parent is None or bool(chain)
         chains = rolled(chain, stored.tokens_hashes) if begins else [UNKNOWN] * len(blocks)
-        unsettled = self._unsettled(event, blocks, late)
-        if late:
+        if self._gap_at_s is not None:
+            if parent is not None and not begins:
+                lineage = zip((parent, *blocks), stored.tokens_hashes, strict=False)
+                self._parentless.update(zip(blocks, lineage, strict=True))
             chains_of = dict(zip(blocks, chains, strict=True))
-            blocks, chains = unsettled, [chains_of[block] for block in unsettled]
-        if self._gap_at_s is not None and parent is not None and not begins:
-            lineage = zip((parent, *stored.block_hashes), stored.tokens_hashes, strict=False)
-            self._parentless.update(zip(stored.block_hashes, lineage, strict=True))
-        held = self._tiers.setdefault(event.tier, BlockStore())
+            blocks = self._unsettled(event, blocks, late)
+            chains = [chains_of[block] for block in blocks]
+        held = self._tier(event.tier)
         held.put(blocks, chains)
         if event.tier is Tier.DEVICE:
             self._evictions.stored(blocks, at_s)
@@ -271,17 +270,30 @@ class CacheMirror:
             self._complete = False
 
     def _remove(self, event: KvEvent, removed: KvRemoved, late: bool, at_s: float) -> None:
-        held = self._tiers.setdefault(event.tier, BlockStore())
-        block_hashes = set(self._unsettled(event, removed.block_hashes, late))
+        held = self._tier(event.tier)
+        block_hashes = set(removed.block_hashes)
+        if self._gap_at_s is not None:
+            block_hashes = set(self._unsettled(event, removed.block_hashes, late))
         gone = held.discard(block_hashes)
         self._unknown_removes += len(block_hashes) - len(gone)
         if event.tier is Tier.DEVICE:
             self._evictions.evicted(gone, at_s)
 
+    def _tier(self, tier: Tier) -> BlockStore:
+        held = self._tiers.get(tier)
+        if held is None:
+            held = self._tiers[tier] = BlockStore()
+        return held
+
     def _chain(self, block_hash: int) -> int | None:
         """Return a block's chain hash, whichever tier it is in; None where it is in none."""
-        found = [chain for held in self._tiers.values() if (chain := held.chain(block_hash)) is not None]
-        return max(found, default=None)  # UNKNOWN is the smallest
+        found = None
+        for held in self._tiers.values():
+            chain = held.chain(block_hash)
+            if chain:
+                return chain
+            found = found if chain is None else chain
+        return found
 
     def _find_parents(self) -> None:
         """Give blocks that came before their parent did its continuation, now that nothing is awaited."""
@@ -301,16 +313,15 @@ class CacheMirror:
                         held.put((block_hash,), (chain,))
 
     def _unsettled(self, event: KvEvent, block_hashes: tuple[int, ...], late: bool) -> tuple[int, ...]:
-        """Return the blocks no newer event has spoken of, and remember this one while a gap is open."""
+        """Return the blocks no newer event has spoken of, and remember this one, as a gap is open."""
         if late:
             block_hashes = tuple(
                 block_hash
                 for block_hash in block_hashes
                 if self._touched.get((event.tier, block_hash), -1) < event.event_id
             )
-        if self._gap_at_s is not None:
-            for block_hash in block_hashes:
-                self._touched[event.tier, block_hash] = event.event_id
+        for block_hash in block_hashes:
+            self._touched[event.tier, block_hash] = event.event_id
         return block_hashes
 
     def _clear_late(self, event_id: int) -> None:

@@ -26,6 +26,7 @@ from dynamo_poa.bench import (
     memory,
     observe,
     relay,
+    residency,
     snapshot,
     swap,
     tick,
@@ -54,6 +55,7 @@ class Lengths(msgspec.Struct, frozen=True, kw_only=True):
     client_s: float = 15.0
     requests: int = growth.JUDGED
     decisions: int = 60
+    resident_blocks: int = 10_000_000
 
 
 QUICK = Lengths(
@@ -71,6 +73,7 @@ QUICK = Lengths(
     client_s=5.0,
     requests=10_000,
     decisions=20,
+    resident_blocks=1_000_000,
 )
 
 Measurement = Callable[[Lengths, Say], Figure]
@@ -86,6 +89,7 @@ FIGURES: dict[str, Measurement] = {
     "growth": lambda lengths, say: growth.measure(lengths.requests, say),
     "snapshot": lambda lengths, say: snapshot.measure(lengths.snapshots, say),
     "decide": lambda lengths, say: decide.measure(lengths.decisions, say),
+    "residency": lambda lengths, say: residency.measure(lengths.resident_blocks, say),
     "client": lambda lengths, say: client.measure(lengths.client_s, say),
     "detection": lambda lengths, say: detection.measure(lengths.steady_minutes, lengths.seeds, say),
 }
