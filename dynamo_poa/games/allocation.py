@@ -11,12 +11,11 @@ Source: theory.md, Γ_PD. Checked against Dynamo's simulator: docs/results-alloc
 
 import math
 from collections.abc import Sequence
-from typing import Annotated
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import ndtri
+from scipy.special import ndtr, ndtri
 
 from dynamo_poa.config import SloConfig
 from dynamo_poa.coupling import Attainment, Split
@@ -27,13 +26,14 @@ from dynamo_poa.values import Curve
 Floats = NDArray[np.float64]
 
 PROMPTS = 16  # lengths that stand for all, equally likely
-INSTANTS = 65  # of a wait that are told apart, up to the objective
+INSTANTS = 49  # of a wait that are told apart, up to the objective
+LIKE_FRAC = 1e-3  # shares of requests that differ by less are alike
 DELAYS = 8  # of the decode pool's that are
 # A request's mean over its stay varies less than its instants do: by 2 / e of the variance, when what it
 # sees is forgotten as fast as requests leave (M/G/infinity).
 STAY_FRAC = math.sqrt(2 / math.e)
 
-_Positive = Annotated[float, msgspec.Meta(gt=0)]
+_SURELY_S = 1e-9  # an iteration that varies less does not vary
 
 
 class Mix(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,6 +44,7 @@ class Mix(msgspec.Struct, frozen=True, kw_only=True):
     uncached_tokens:   prompt tokens to be computed, mean over requests
     uncached_squared:  mean of its square
     context_tokens:    that a request holds while it decodes, mean: its prompt and half of its output
+    context_squared:   mean of its square; 0 where it is not known: as if all were alike
     output_tokens:     mean
     horizon_s:         a pool over its capacity is judged by what it does so long, from empty queues
     """
@@ -52,6 +53,7 @@ class Mix(msgspec.Struct, frozen=True, kw_only=True):
     uncached_squared: float
     context_tokens: float
     output_tokens: float
+    context_squared: float = 0.0
     arrival_rps: float = 0.0
     users: int = 0
     think_s: float = 0.0
@@ -158,7 +160,8 @@ def equilibrium(every: Sequence[Attainment]) -> Attainment:
     """Return the variational equilibrium: where one worker more gains either pool the same attainment.
 
     Found by bisection on the difference of the two marginals, which falls where both attainments are concave.
-    Where a pool attains nothing nor would with one worker more, it is out of the useful range and gets more.
+    Where both are alike in it, as where neither pool is short, the split with more goodput; where that is
+    alike too, as where a pool attains nothing either way, the pool that attains less gets more.
 
     Args:     every: `every_split`'s, fewest prefill workers first.
     """
@@ -175,9 +178,11 @@ def equilibrium(every: Sequence[Attainment]) -> Attainment:
 def _prefill_wants(here: Attainment, there: Attainment) -> bool:
     """Tell whether a worker more in the prefill pool gains it more than the decode pool loses by it."""
     gains, loses = there.ttft_frac - here.ttft_frac, here.itl_frac - there.itl_frac
-    if gains == loses:
-        return here.ttft_frac < here.itl_frac
-    return gains > loses
+    if abs(gains - loses) > LIKE_FRAC:
+        return gains > loses
+    if here.goodput_rps != there.goodput_rps:
+        return there.goodput_rps > here.goodput_rps
+    return here.ttft_frac < here.itl_frac
 
 
 def price_of_anarchy(now: Attainment, best: Attainment) -> float | None:
@@ -212,6 +217,7 @@ class _Model:
             curve=pools.decode.curve,
             iterations=max(mix.output_tokens, 1.0),
             context_tokens=mix.context_tokens,
+            spread=max(mix.context_squared / mix.context_tokens**2, 1.0),
             kv_tokens=holds.kv_tokens,
             most=max(min(holds.max_num_seqs, holds.kv_tokens / mix.context_tokens), 1.0),
         )
@@ -223,31 +229,20 @@ class _Model:
             seen = queues.closed(mix.users, mix.think_s, prefill, decode, workers, beside)
         else:
             seen = queues.opened(mix.arrival_rps, mix.horizon_s, prefill, decode, workers, beside)
-        waits_s = queues.wait_s(prefill, workers, seen.prefill, seen.rate_rps[:, None])
+        ttft = np.array([self._within(each, seen, row) for row, each in enumerate(workers[:, 0].tolist())])
         step_s = decode.step_s(beside, seen.decode)
-        delays_s = queues.admission_s(decode, beside, seen.decode) + step_s
-        ttft = np.array(
-            [
-                self._within(wait_s, arriving, delay_s, running)
-                for wait_s, arriving, delay_s, running in zip(
-                    waits_s, seen.arriving, delays_s, seen.running, strict=True
-                )
-            ]
-        )
         mean_s = (step_s * seen.running).sum(axis=1, keepdims=True)
-        itl = ((mean_s + STAY_FRAC * (step_s - mean_s) <= self._slo.itl_s) * seen.running).sum(axis=1)
+        room_s = self._slo.itl_s - (mean_s + STAY_FRAC * (step_s - mean_s))
+        itl = (ndtr(room_s / np.maximum(STAY_FRAC * seen.varies_s, _SURELY_S)) * seen.running).sum(axis=1)
         return ttft, itl, seen.rate_rps
 
-    def _within(self, wait_s: Floats, arriving: Floats, delay_s: Floats, running: Floats) -> float:
+    def _within(self, workers: float, seen: queues.Populations, row: int) -> float:
         """Return the share of one split's requests whose first token comes in time."""
-        order = np.argsort(delay_s, kind="stable")
+        order = np.argsort(seen.delay_s[row], kind="stable")
         middles = (np.arange(DELAYS) + 0.5) / DELAYS
-        delays_s = delay_s[order][
-            np.searchsorted(np.cumsum(running[order]), middles).clip(max=len(order) - 1)
-        ]
-        left_s = self._slo.ttft_s - self._own_s[:, None] - delays_s
-        at_once = float(arriving[wait_s <= 0].sum())
-        behind = wait_s > 0
-        known_s = np.concatenate(([0.0], wait_s[behind]))
-        shares = np.concatenate(([at_once], at_once + np.cumsum(arriving[behind])))
-        return float((np.interp(left_s, known_s, shares) * (left_s >= 0)).mean())
+        at = np.searchsorted(np.cumsum(seen.running[row, order]), middles).clip(max=len(order) - 1)
+        left_s = self._slo.ttft_s - self._own_s[:, None] - seen.delay_s[row, order][at]
+        times_s = np.linspace(0.0, self._slo.ttft_s, INSTANTS)
+        blind = float(seen.blind[row, 0])
+        within = queues.waited(self._prefill, blind, workers, seen.prefill[row], seen.arriving[row], times_s)
+        return float((np.interp(left_s, times_s, within) * (left_s >= 0)).mean())

@@ -10,18 +10,23 @@ Source: theory.md, Γ_PD. Queue lengths in heavy traffic: Allen and Cunneen. Pro
         and Woo 1975 (Norton's theorem).
 """
 
+import functools
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.special import pdtr
 
 from dynamo_poa.latency import iteration_s
 from dynamo_poa.values import Curve
 
 Floats = NDArray[np.float64]
 
+JOINING = 1.5  # iterations to the first token: half of one that runs already, and its own
 STATES = 768  # of a pool's population; a longer queue is counted in steps of more than one
 _ROUNDS = 40  # of a bisection: the error left is a share of 2 ** -40
+_RARE = 1e-6  # populations rarer than this are left out
+_MOST, _PARTS = 48, 8  # prompts ahead of one, and parts of a prompt, that chance tells apart
 _TINY = 1e-300
 
 
@@ -45,9 +50,11 @@ class Prefill(NamedTuple):
         """Return a prompt's share of its worker's time when so many are there: passes are shared."""
         return self.tokens_s + self.base_s * np.maximum(self.alone / np.maximum(prompts, 1.0), self.passes)
 
-    def rate_rps(self, workers: Floats, population: Floats) -> Floats:
-        """Return how many prompts a second a pool gets done, each on a worker of its own while there are."""
-        return np.minimum(population, workers) / self.prompt_s(population / workers)
+    def rate_rps(self, workers: Floats, population: Floats, blind: Floats) -> Floats:
+        """Return how many prompts a second a pool gets done: by workers that have any."""
+        each = population / workers
+        busy = (1 - blind) * np.minimum(each, 1.0) - blind * np.expm1(-each)
+        return workers * busy / self.prompt_s(each)
 
     def most_rps(self, workers: Floats) -> Floats:
         """Return how many prompts a second it gets done at most."""
@@ -55,11 +62,15 @@ class Prefill(NamedTuple):
 
 
 class Decode(NamedTuple):
-    """A request on one worker: how many iterations it takes and what it holds; `most` run at a time."""
+    """A request on one worker: how many iterations it takes, what it holds, how many run at a time.
+
+    spread:  mean of what is held, squared, over its mean's square: what many hold varies by so much more
+    """
 
     curve: Curve
     iterations: float
     context_tokens: float
+    spread: float
     kv_tokens: float
     most: float
 
@@ -75,6 +86,19 @@ class Decode(NamedTuple):
         running = np.minimum(population, workers * self.most)
         return running / (self.iterations * self.step_s(workers, population))
 
+    def varies_s(self, workers: Floats, population: Floats) -> Floats:
+        """Return the standard deviation of an iteration by what so many happen to hold, spread evenly."""
+        many = np.minimum(population, workers * self.most)
+        held_tokens = self.context_tokens * np.sqrt(many * (self.spread - 1)) / workers
+        varies_s: Floats = self.curve.decode_kv_token_s * held_tokens
+        return varies_s
+
+    def delay_s(self, workers: Floats, population: Floats) -> Floats:
+        """Return the time from the hand-over to the first token: until there is a place, then iterations."""
+        behind = np.maximum(population - workers * self.most, 0.0)
+        delay_s: Floats = behind / self.most_rps(workers) + JOINING * self.step_s(workers, population)
+        return delay_s
+
     def most_rps(self, workers: Floats) -> Floats:
         """Return how many requests a second it gets done with every place taken."""
         return self.rate_rps(workers, workers * self.most)
@@ -85,7 +109,11 @@ class Populations(NamedTuple):
 
     rate_rps:  requests a second that go through
     prefill:   population of the prefill pool; `arriving` are the chances that an arrival finds it, row sums 1
-    decode:    population of the decode pool; `running` are the chances that a request there is one of so many
+    decode:    population of the decode pool; `running` are the chances that a token there comes of so many
+    varies_s:  of an iteration with so many in the decode pool: its standard deviation
+    delay_s:   from the hand-over to the first token, by population of the decode pool
+    blind:     share of the prompts in the router's books that are computed already, `(k, 1)`: it takes a prompt
+               off them with its first token only. So far its choice of a worker is as good as random.
     """
 
     rate_rps: Floats
@@ -93,6 +121,9 @@ class Populations(NamedTuple):
     arriving: Floats
     decode: Floats
     running: Floats
+    varies_s: Floats
+    delay_s: Floats
+    blind: Floats
 
 
 def opened(
@@ -102,67 +133,85 @@ def opened(
 
     Args:     workers, beside: `(k, 1)` prefill and decode workers of each split.
     """
-    rate = np.full_like(workers, arrival_rps)
-    prompts = _steps(
-        workers * (1 + prefill.alone / prefill.passes), rate, prefill.most_rps(workers), horizon_s
-    )
-    theta = 1 / prefill.spread
-    done = prefill.rate_rps(workers, np.maximum(prompts, _TINY))
-    arriving = _chances(
-        np.log(rate / done), prompts, prompts > workers, theta, rate >= prefill.most_rps(workers)
-    )
-    passed = np.minimum(rate, prefill.most_rps(workers))
+    rate, most = np.full_like(workers, arrival_rps), prefill.most_rps(workers)
+    passed = np.minimum(rate, most)
     requests = _steps(beside * decode.most, passed, decode.most_rps(beside), horizon_s)
     done = decode.rate_rps(beside, np.maximum(requests, _TINY))
-    full = requests > beside * decode.most
-    running = _chances(np.log(passed / done), requests, full, 1.0, passed >= decode.most_rps(beside))
-    return Populations(rate[:, 0], prompts, arriving, requests, _by_size(running, requests))
+    over = (passed >= decode.most_rps(beside)) & (requests > beside * decode.most)
+    chances = _chances(np.log(passed / done), requests, requests > 0, 1 / decode.spread, over)
+    running = _weighed(chances, np.where(requests > 0, done, 0.0))
+    delay_s = decode.delay_s(beside, requests)
+    blind = _blind(delay_s, running, prefill)
+    prompts = _steps(workers * (1 + prefill.alone / prefill.passes), rate, most, horizon_s)
+    done = prefill.rate_rps(workers, np.maximum(prompts, _TINY), blind)
+    queued = prompts > workers
+    arriving = _chances(np.log(rate / done), prompts, queued, 1 / prefill.spread, (rate >= most) & queued)
+    varies_s = np.zeros_like(requests)  # what they hold makes their number vary here, see `spread`
+    return Populations(rate[:, 0], prompts, arriving, requests, running, varies_s, delay_s, blind)
 
 
 def closed(
-    users: int,
-    think_s: float | Floats,
-    prefill: Prefill,
-    decode: Decode,
-    workers: Floats,
-    beside: Floats,
+    users: int, think_s: float, prefill: Prefill, decode: Decode, workers: Floats, beside: Floats
 ) -> Populations:
     """Return the pools under users who each ask again when they have had their answer and thought.
 
     Births in the prefill pool are what the rest of the loop, decode and thought, gets done with those that
     are not in it; an arrival finds what the others left, so chances are weighed with births.
-
-    Args:     think_s: or anything else that is neither queue nor decode, `(k, 1)`.
     """
-    prompts = np.broadcast_to(
-        np.unique(np.linspace(0, users, min(users, STATES) + 1).round()),
-        (len(workers), min(users, STATES) + 1),
-    )
+    states = np.unique(np.linspace(0, users, min(users, STATES) + 1).round())
+    prompts = np.broadcast_to(states, (len(workers), len(states)))
     there, births = _rest(users - prompts, think_s, decode, beside)
-    done = prefill.rate_rps(workers, np.maximum(prompts, _TINY))
+    delay_s = decode.delay_s(beside, there)
     into = np.concatenate((births[:, :1], births[:, :-1]), axis=1)  # from the state before
-    ratios = np.log(np.maximum(into, _TINY) / done)
-    chances = _chances(ratios, prompts, prompts > workers, 1 / prefill.spread, np.zeros_like(workers) > 0)
+    blind = np.zeros_like(workers)
+    for _ in range(2):  # who is blind depends on how many decode, a little
+        done = prefill.rate_rps(workers, np.maximum(prompts, _TINY), blind)
+        ratios = np.log(np.maximum(into, _TINY) / done)
+        chances = _chances(ratios, prompts, prompts > workers, 1 / prefill.spread, prompts < 0)
+        running = _weighed(chances, births)
+        blind = _blind(delay_s, running, prefill)
     rate = (chances * births).sum(axis=1)
-    arriving = chances * births / np.maximum(rate[:, None], _TINY)
-    return Populations(rate, prompts, arriving, there, _by_size(chances, there))
+    arriving, varies_s = _weighed(chances, births), decode.varies_s(beside, there)
+    return Populations(rate, prompts, arriving, there, running, varies_s, delay_s, blind)
 
 
-def wait_s(prefill: Prefill, workers: Floats, prompts: Floats, rate_rps: Floats) -> Floats:
-    """Return the longest an arrival waits that finds so many prompts: for those before it on its worker.
+def _blind(delay_s: Floats, running: Floats, prefill: Prefill) -> Floats:
+    after_s: Floats = (delay_s * running).sum(axis=1, keepdims=True)
+    return after_s / (after_s + prefill.tokens_s + prefill.base_s * prefill.alone)
 
-    wait = (n - m + 1) * spread / rate(n)        and those who come meanwhile join its pass
+
+def waited(
+    prefill: Prefill, blind: float, workers: float, prompts: Floats, chances: Floats, times_s: Floats
+) -> Floats:
+    """Return the chance that an arrival's worker begins with it within each of `times_s`, at one split.
+
+        P(wait <= k * prompt_s) = (1 - blind) * [floor(n / m) <= k] + blind * P(Poisson(n / m) <= k)
+
+    linear between. A router sends a prompt to a worker at once, and it waits for that worker, even if another
+    is free sooner: for the `floor(n / m)` that are before it on the least loaded, or for as many as chance has
+    on any.
+
+    Args:     prompts, chances: `(s,)`, populations found.
     """
-    ahead = np.maximum(prompts - workers + 1, 0.0) * (prompts >= workers)
-    joined = 1 + np.minimum(rate_rps / workers * prefill.tokens_s, 1.0)
-    waited_s: Floats = ahead * prefill.spread * joined / prefill.rate_rps(workers, np.maximum(prompts, 1.0))
-    return waited_s
+    found = chances > _RARE
+    each, chances = prompts[found] / workers, chances[found]
+    each_s = prefill.prompt_s(each)
+    first_s = 2 * prefill.spread * each_s  # the one that runs is half done, and more likely a long one
+    ahead = np.minimum(times_s[:, None] / first_s, 1.0) + np.maximum(times_s[:, None] - first_s, 0.0) / each_s
+    below = np.minimum(ahead, _MOST).astype(np.intp)
+    part = np.minimum(ahead - below, 1.0)
+    mean = np.minimum(np.rint(each * _PARTS), _MOST * _PARTS).astype(np.intp)
+    table = _poisson()
+    random = (1 - part) * table[below, mean] + part * table[below + 1, mean]
+    chosen = np.clip(ahead - np.floor(each) + 1, 0.0, 1.0)
+    within: Floats = ((1 - blind) * chosen + blind * random) @ chances
+    return within
 
 
-def admission_s(decode: Decode, workers: Floats, requests: Floats) -> Floats:
-    """Return how long a request waits for a place that finds so many in the decode pool."""
-    ahead = np.maximum(requests - workers * decode.most + 1, 0.0) * (requests >= workers * decode.most)
-    return ahead / np.maximum(decode.most_rps(workers), _TINY)
+@functools.cache
+def _poisson() -> Floats:
+    """Return the chance of at most so many, by row, where so many _PARTS are the mean, by column."""
+    return np.asarray(pdtr(np.arange(_MOST + 2)[:, None], np.arange(_MOST * _PARTS + 1) / _PARTS))
 
 
 def _steps(usual: Floats, rate_rps: Floats, most_rps: Floats, horizon_s: float) -> Floats:
@@ -176,16 +225,16 @@ def _steps(usual: Floats, rate_rps: Floats, most_rps: Floats, horizon_s: float) 
 
 
 def _chances(
-    log_ratios: Floats, populations: Floats, queued: NDArray[np.bool_], theta: float, over: NDArray[np.bool_]
+    log_ratios: Floats, populations: Floats, varies: NDArray[np.bool_], theta: float, over: NDArray[np.bool_]
 ) -> Floats:
     """Return the chance of each population from births over deaths; rows sum to 1.
 
-    A queue behind busy workers varies by `theta`: less for work that is alike. Over capacity all lengths that
-    it grows through are as likely.
+    Where `varies`, the population varies by 1 / `theta` as much as if work were exponential. Where `over`
+    capacity, all lengths that a queue grows through are as likely.
     """
     step = populations[:, 1:2] - populations[:, :1]
-    logs = np.where(queued, log_ratios * theta, log_ratios)
-    logs = np.where(queued & over, np.minimum(logs, 0.0), logs) * step
+    logs = np.where(varies, log_ratios * theta, log_ratios)
+    logs = np.where(over, np.minimum(logs, 0.0), logs) * step
     logs[:, 0] = 0.0
     logs = np.cumsum(logs, axis=1)
     chances: Floats = np.exp(logs - logs.max(axis=1, keepdims=True))
@@ -193,16 +242,16 @@ def _chances(
     return chances
 
 
-def _by_size(chances: Floats, populations: Floats) -> Floats:
-    weights: Floats = chances * np.maximum(populations, _TINY)
-    weights /= weights.sum(axis=1, keepdims=True)
+def _weighed(chances: Floats, rates: Floats) -> Floats:
+    weights: Floats = chances * rates
+    weights /= np.maximum(weights.sum(axis=1, keepdims=True), _TINY)
     return weights
 
 
 def _rest(others: Floats, think_s: float | Floats, decode: Decode, workers: Floats) -> tuple[Floats, Floats]:
     """Return how many of the others decode, and the rate at which they come back: found by bisection."""
     low, high = np.zeros_like(others), others.copy()
-    for _ in range(_ROUNDS if np.any(np.asarray(think_s) > 0) else 0):
+    for _ in range(_ROUNDS if think_s > 0 else 0):
         middle = (low + high) / 2
         thinking = decode.rate_rps(workers, np.maximum(middle, _TINY)) * think_s
         too_many = middle + thinking > others
