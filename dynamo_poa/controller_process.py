@@ -92,6 +92,7 @@ class ControllerProcess:
             exposed=exposed,
             routers_synced=self._router.hears_replicas,
             on_pass=on_pass,
+            on_restart=book.forget,
             reload_s=config.caching.reload_s,
         )
         decisions = self._decision_log()
@@ -264,7 +265,7 @@ def follower(fleet: Fleet, decisions: DecisionLog, games: SlowGames) -> Follow:
     following = Following()
 
     def follow(at_s: float, wall_s: float, setting: Setting | None) -> CacheSwap | None:
-        stored_blocks, pool_blocks = turnover(fleet.caches())
+        stored_blocks, pool_blocks = turnover(fleet.stored_blocks())
         return following.observe(
             Seen(
                 at_s=at_s,

@@ -197,12 +197,21 @@ class Fleet:
     def caches(self) -> list[tuple[WorkerCard, CacheSnapshot]]:
         """Return each rank's cache as it is now, in order of their ids.
 
-        Costs microseconds a rank however much it holds; the snapshots may be read in another thread.
+        Costs microseconds a rank however much it holds; the snapshots may be read in another thread. What
+        changes next in a cache copies its latest changes first: this is for once in a few seconds.
         """
         return [
             (worker.card, rank.cache.snapshot(WorkerKey(worker_id, dp_rank)))
             for worker_id, worker in sorted(self._workers.items())
             for dp_rank, rank in worker.ranks.items()
+        ]
+
+    def stored_blocks(self) -> list[tuple[WorkerCard, int]]:
+        """Return how many blocks each rank has stored in its device tier since it appeared."""
+        return [
+            (worker.card, rank.cache.stored_blocks)
+            for worker in self._workers.values()
+            for rank in worker.ranks.values()
         ]
 
     def take_notices(self, at_s: float) -> list[Notice]:

@@ -12,7 +12,6 @@ from collections.abc import Iterable
 import msgspec
 
 from dynamo_poa.coupling import CacheSwap
-from dynamo_poa.residency import CacheSnapshot
 from dynamo_poa.values import Role, Setting, WorkerCard
 
 PHASE_S = 20.0  # before a change, and after the caches have followed
@@ -90,19 +89,17 @@ def follow(state: FollowState, seen: Seen) -> tuple[FollowState, CacheSwap | Non
     return state, state.swap
 
 
-def turnover(caches: Iterable[tuple[WorkerCard, CacheSnapshot]]) -> tuple[int, int | None]:
+def turnover(stored: Iterable[tuple[WorkerCard, int]]) -> tuple[int, int | None]:
     """Return how many blocks were ever stored where prompts are computed, and how many fit there.
 
-    What lies there and what was evicted is all that was stored.
-
-    Args:     caches: `Fleet.caches()`.
+    Args:     stored: `Fleet.stored_blocks()`.
     Returns:  None fit where a card does not say.
     """
     stored_blocks, sizes = 0, []
-    for card, cache in caches:
+    for card, blocks in stored:
         if card.role is not Role.DECODE:
-            stored_blocks += (cache.resident_blocks or 0) + cache.evicted
-            sizes.append(cache.total_blocks)
+            stored_blocks += blocks
+            sizes.append(card.total_kv_blocks)
     known = [size for size in sizes if size is not None]
     return stored_blocks, sum(known) if known and len(known) == len(sizes) else None
 

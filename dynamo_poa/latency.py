@@ -171,6 +171,10 @@ class LatencyBook:
             (at_s, done.wall_time_s, tokens, requests, kv_tokens, kv_tokens / worker.kv_capacity_tokens)
         )
 
+    def forget(self, key: WorkerKey) -> None:
+        """Let a rank begin anew, because it was restarted."""
+        self._workers.pop(key, None)
+
     def fit(self, at_s: float, present: Iterable[tuple[WorkerKey, Role]]) -> dict[WorkerKey, WorkerLatency]:
         """Return what is known of each present worker's speed, and forget the absent; once a second or so.
 
@@ -181,7 +185,7 @@ class LatencyBook:
         roles, pools = dict(present), dict[Role, list[_Worker]]()
         for key, worker in list(self._workers.items()):
             if roles.get(key) is not worker.card.role:
-                del self._workers[key]
+                self._workers.pop(key, None)
                 continue
             worker.take_pending(at_s)
             if worker.sums.passes > FORGOTTEN_PASSES:

@@ -112,6 +112,7 @@ class CacheMirror:
         """
         capacity_blocks = total_kv_blocks or UNKNOWN_CAPACITY_BLOCKS
         self.limit_blocks = CAPACITY_FACTOR * capacity_blocks
+        self.stored_blocks = 0  # in the device tier, since the rank appeared
         self._total_kv_blocks = total_kv_blocks
         self._tiers: dict[Tier, BlockStore] = {Tier.DEVICE: BlockStore()}
         self._evictions = Evictions(reload_s, capacity_blocks)
@@ -263,6 +264,7 @@ class CacheMirror:
         held = self._tier(event.tier)
         held.put(blocks, chains)
         if event.tier is Tier.DEVICE:
+            self.stored_blocks += len(blocks)
             self._evictions.stored(blocks, at_s)
         if len(held) > self.limit_blocks:
             held.clear()

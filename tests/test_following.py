@@ -1,14 +1,10 @@
 """How caches follow a change of ω: phases on made-up ticks, exact shares."""
 
-from collections.abc import Iterator
-
-import numpy as np
 import pytest
 
 from dynamo_poa.coupling import CacheSwap
 from dynamo_poa.following import PHASE_S, SETTLED_S, Following, FollowState, Seen, follow, turnover
-from dynamo_poa.residency import CacheSnapshot
-from dynamo_poa.values import Role, Selection, Setting, WorkerCard, WorkerKey
+from dynamo_poa.values import Role, Selection, Setting, WorkerCard
 
 TICK_S = 0.25
 NEAR, FAR = Setting(0.0, 1.0), Setting(0.0, 0.5)
@@ -179,31 +175,21 @@ def test_what_is_carried_is_bounded_however_fast_the_ticks() -> None:
     assert 19.0 <= state.past[-1].at_s - state.past[0].at_s <= PHASE_S
 
 
-def caches() -> Iterator[tuple[WorkerCard, CacheSnapshot]]:
-    rows = ((1, Role.PREFILL, 100, 40, 60), (2, Role.PREFILL, 50, None, 0), (3, Role.DECODE, 999, 9, 9))
-    for worker_id, role, total_blocks, resident_blocks, evicted in rows:
-        yield (
-            WorkerCard(worker_id=worker_id, role=role, kv_block_size=16, total_kv_blocks=total_blocks),
-            CacheSnapshot(
-                WorkerKey(worker_id, 0),
-                np.empty(0, np.uint64),
-                {},
-                total_blocks,
-                approximate=False,
-                evicted=evicted,
-                resident_blocks=resident_blocks,
-            ),
-        )
+def stored() -> list[tuple[WorkerCard, int]]:
+    rows = ((1, Role.PREFILL, 100, 100), (2, Role.PREFILL, 50, 0), (3, Role.DECODE, 999, 18))
+    return [
+        (WorkerCard(worker_id=worker_id, role=role, kv_block_size=16, total_kv_blocks=total_blocks), blocks)
+        for worker_id, role, total_blocks, blocks in rows
+    ]
 
 
-def test_what_was_stored_lies_there_or_was_evicted() -> None:
-    """Of the ranks that compute prompts; one that has said nothing has stored nothing."""
-    assert turnover(caches()) == (100, 150)
+def test_what_the_ranks_that_compute_prompts_have_stored_and_can_hold_adds_up() -> None:
+    """One that has said nothing has stored nothing, and has room all the same."""
+    assert turnover(stored()) == (100, 150)
     assert turnover([]) == (0, None)
 
 
 def test_one_cache_of_unknown_size_leaves_the_pool_s_unknown() -> None:
     """Half a pool's capacity would pass for all of it, and the caches for turned over too early."""
     card = WorkerCard(worker_id=4, role=Role.AGGREGATED, kv_block_size=16)
-    unknown = CacheSnapshot(WorkerKey(4, 0), np.empty(0, np.uint64), {}, None, approximate=True)
-    assert turnover([*caches(), (card, unknown)]) == (100, None)
+    assert turnover([*stored(), (card, 0)]) == (100, None)

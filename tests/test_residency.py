@@ -2,10 +2,14 @@
 
 import random
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st_
 
+from dynamo_poa.ordering import REPLACED_S
+from dynamo_poa.prefixes import prefix_hashes, roll, rolled
 from dynamo_poa.residency import CAPACITY_FACTOR, GAP_WAIT_S, CacheMirror, CacheState
+from dynamo_poa.values import WorkerKey
 from dynamo_poa.wire import KvCleared, KvEvent, KvRemoved, KvStored, Tier
 
 PUBLISHER = 5
@@ -26,6 +30,10 @@ def removed(event_id: int, *hashes: int, tier: Tier = Tier.DEVICE) -> KvEvent:
 
 def cleared(event_id: int) -> KvEvent:
     return KvEvent(1, 0, event_id, Tier.DEVICE, KvCleared())
+
+
+def chains_of(mirror: CacheMirror, tier: Tier = Tier.DEVICE) -> dict[int, int | None]:
+    return {block_hash: mirror._tiers[tier].chain(block_hash) for block_hash in mirror.blocks(tier)}
 
 
 def mirror_of(*events: KvEvent, total_kv_blocks: int = 100) -> CacheMirror:
@@ -134,6 +142,86 @@ def test_a_flood_during_a_gap_costs_no_memory() -> None:
     assert (mirror.state().missing, mirror.take_loss()) == (1, True)
 
 
+def test_a_block_ends_the_prefix_that_routers_call_by_the_same_hash() -> None:
+    """Contract: whatever engines call their blocks; a decoded block goes on where the prompt ended."""
+    mirror = mirror_of(stored(1, 901, 17), stored(2, 5, 400, parent=17), stored(3, 6, parent=400))
+    prompt = [tokens_of(block_hash) for block_hash in (901, 17, 5, 400, 6)]
+    chains = chains_of(mirror)
+    assert (chains[901], chains[17], chains[400]) == prefix_hashes(prompt)
+    assert chains[6] == roll(chains[400], prompt[4])
+    snapshot = mirror.snapshot(WorkerKey(1, 0))
+    assert sorted(snapshot.chains.tolist()) == sorted(rolled(None, prompt))
+    assert (snapshot.resident_blocks, snapshot.total_blocks, snapshot.approximate) == (5, 100, False)
+
+
+def test_a_prefix_may_go_on_in_another_tier() -> None:
+    """Measured: tiers hold their own blocks; the prefix is the same."""
+    mirror = mirror_of(stored(1, 1, 2), stored(2, 3, parent=2, tier=Tier.DISK))
+    assert chains_of(mirror, Tier.DISK) == {3: rolled(None, [tokens_of(block) for block in (1, 2, 3)])[2]}
+    lower = mirror.snapshot(WorkerKey(1, 0)).lower
+    assert {tier: chains.tolist() for tier, chains in lower.items()} == {
+        Tier.DISK: list(chains_of(mirror, Tier.DISK).values())
+    }
+
+
+def test_what_follows_an_unknown_block_matches_no_prefix_and_counts_as_resident() -> None:
+    """Case E3: its beginning was stored before our time."""
+    mirror = mirror_of(stored(812, 11, 12, parent=10), stored(813, 13, parent=12), stored(814, 7))
+    snapshot = mirror.snapshot(WorkerKey(1, 0))
+    assert (snapshot.chains.tolist(), snapshot.resident_blocks) == ([tokens_of(7)], 4)
+    assert (snapshot.approximate, mirror.state().orphans) == (True, 1)
+
+
+def test_a_parent_that_comes_late_gives_its_children_their_beginning() -> None:
+    """Case E1: late arrivals; children of children, stored in another order than they continue each other."""
+    mirror = mirror_of(
+        stored(1, 1), stored(5, 5, 6, parent=4), stored(4, 4, parent=3), stored(3, 3, parent=2)
+    )
+    assert [chains_of(mirror)[block] for block in (3, 4, 5, 6)] == [0, 0, 0, 0]
+    mirror.apply(PUBLISHER, stored(2, 2, parent=1), 0.0)
+    known = rolled(None, [tokens_of(block) for block in range(1, 7)])
+    assert chains_of(mirror) == dict(zip(range(1, 7), known, strict=True))
+    assert len(mirror._parentless) == 0
+
+
+def test_an_unknown_rank_has_said_nothing_of_its_cache() -> None:
+    """Contract: absent is not zero."""
+    snapshot = CacheMirror(100).snapshot(WorkerKey(1, 0))
+    assert (snapshot.resident_blocks, snapshot.chains.tolist(), snapshot.approximate) == (None, [], True)
+
+
+def test_a_block_that_came_back_in_time_counts_as_reloaded() -> None:
+    """Definition: stored again within reload_s of its eviction; a cleared cache regrets nothing."""
+    mirror = CacheMirror(100, reload_s=10.0)
+    steps = [
+        (0.0, stored(1, 1, 2, 3, 4)),
+        (1.0, removed(2, 4, 3, 2)),
+        (2.0, removed(3, 1, 99)),
+        (11.0, stored(4, 1, 2)),
+        (12.1, stored(5, 3, parent=2)),
+        (13.0, removed(6, 3)),
+        (13.0, cleared(7)),
+        (14.0, stored(8, 3, 1)),
+    ]
+    for at_s, event in steps:
+        mirror.apply(PUBLISHER, event, at_s)
+    snapshot = mirror.snapshot(WorkerKey(1, 0))
+    assert (snapshot.evicted, snapshot.reloaded, mirror.stored_blocks) == (5, 2, 9)
+
+
+def test_what_the_old_engine_said_comes_too_late_after_a_restart() -> None:
+    """Case E1: reordered across a restart; a publisher still heard later was not replaced after all."""
+    mirror = mirror_of(stored(1, 1), stored(2, 2))
+    assert mirror.apply(6, stored(1, 9), 10.0) is True
+    assert mirror.apply(PUBLISHER, stored(3, 3), 11.0) is False
+    assert mirror.apply(PUBLISHER, cleared(4), 10.0 + REPLACED_S) is False
+    assert mirror.apply(6, stored(2, 8, parent=9), 12.0) is True
+    assert mirror.blocks() == {9, 8}
+    assert mirror.state() == CacheState(resident_blocks=2, approximate=False)
+    assert mirror.apply(PUBLISHER, stored(5, 5), 11.0 + REPLACED_S) is True
+    assert mirror.blocks() == {5}
+
+
 @settings(derandomize=True, max_examples=200, deadline=None)
 @given(seed=st_.integers(0, 10**6), repeats=st_.integers(0, 5))
 def test_whatever_the_order_of_arrival_the_mirror_ends_where_the_cache_did(seed: int, repeats: int) -> None:
@@ -159,3 +247,87 @@ def test_whatever_the_order_of_arrival_the_mirror_ends_where_the_cache_did(seed:
     mirror = mirror_of(events[0], *rest)
     assert mirror.blocks() == truth
     assert not mirror.state().approximate
+
+
+class Engine:
+    """A prefix cache as engines keep it: prompts over a tree of blocks, evicted from the leaves."""
+
+    def __init__(self, seed: int) -> None:
+        self.chance = random.Random(seed)
+        self.events: list[KvEvent] = []
+        self.held: dict[int, tuple[int | None, int]] = {}  # parent, chain hash
+
+    def prompt(self) -> None:
+        """Store what a prompt lacks, as one event; block hashes are the engine's own."""
+        path: list[int] = []
+        parent, chain = None, None
+        for _ in range(self.chance.randrange(1, 5)):
+            block = (0 if path == [] else path[-1] * 3) + self.chance.randrange(1, 4)
+            path.append(block)
+        lacking = [block for block in path if block not in self.held]
+        known = path[: len(path) - len(lacking)]
+        if known:
+            parent, chain = known[-1], self.held[known[-1]][1]
+        if not lacking:
+            return
+        for before, block in zip([parent, *lacking], lacking, strict=False):
+            chain = roll(chain, tokens_of(block))
+            self.held[block] = (before, chain)
+        self.events.append(stored(len(self.events) + 1, *lacking, parent=parent))
+
+    def evict(self) -> None:
+        """Remove a leaf."""
+        parents = {parent for parent, _ in self.held.values()}
+        if leaves := sorted(self.held.keys() - parents):
+            leaf = self.chance.choice(leaves)
+            del self.held[leaf]
+            self.events.append(removed(len(self.events) + 1, leaf))
+
+    def clear(self) -> None:
+        """Empty it."""
+        self.held.clear()
+        self.events.append(cleared(len(self.events) + 1))
+
+
+@settings(derandomize=True, max_examples=300, deadline=None)
+@given(seed=st_.integers(0, 10**6), repeats=st_.integers(0, 5), cleared_frac=st_.sampled_from([0.0, 0.05]))
+def test_whatever_the_order_of_arrival_every_block_ends_the_prefix_it_does(
+    seed: int, repeats: int, cleared_frac: float
+) -> None:
+    """Property: against an engine's own account, reordered and repeated at will."""
+    engine = Engine(seed)
+    while len(engine.events) < 20:
+        kind = engine.chance.random()
+        if kind < cleared_frac:
+            engine.clear()
+        elif kind < 0.35:
+            engine.evict()
+        else:
+            engine.prompt()
+    rest = engine.events[1:] + engine.chance.choices(engine.events, k=repeats)
+    engine.chance.shuffle(rest)
+    mirror = mirror_of(engine.events[0], *rest)
+    assert chains_of(mirror) == {block: chain for block, (_, chain) in engine.held.items()}
+    assert not mirror.state().approximate
+
+
+@pytest.mark.parametrize("lost", range(1, 20))
+def test_after_a_loss_no_block_claims_a_prefix_it_does_not_end(lost: int) -> None:
+    """Invariant: a lost event makes blocks unknown or stale, never wrong; and the mirror says so."""
+    engine = Engine(lost)
+    while len(engine.events) < 20:
+        if engine.chance.random() < 0.3:
+            engine.evict()
+        else:
+            engine.prompt()
+    mirror = mirror_of(*(event for event in engine.events if event.event_id != lost + 1))
+    mirror.expire_gap(GAP_WAIT_S)
+    truth: dict[int, int] = {}
+    for event in engine.events:
+        if isinstance(event.data, KvStored):
+            chain = truth[event.data.parent_hash] if event.data.parent_hash is not None else None
+            truth |= zip(event.data.block_hashes, rolled(chain, event.data.tokens_hashes), strict=True)
+    assert {block: chain for block, chain in chains_of(mirror).items() if chain} == {
+        block: truth[block] for block, chain in chains_of(mirror).items() if chain
+    }
+    assert mirror.state().approximate is (lost < 19)

@@ -83,7 +83,9 @@ class Playback:
             on_pass(key, card, done, at_s)
 
         namespace, exposed = (*found.namespaces, "", "")[:2]
-        self._fleet = Fleet(namespace, config.stale_s, exposed=exposed, on_pass=passed)
+        self._fleet = Fleet(
+            namespace, config.stale_s, exposed=exposed, on_pass=passed, on_restart=self._book.forget
+        )
         self._fleet.set_cards(found.cards, 0.0)
         self._notes["workers inferred from forward passes, no cards recorded"] = (
             len(found.cards) if found.inferred else 0
