@@ -72,6 +72,12 @@ class Mix(msgspec.Struct, frozen=True, kw_only=True):
             raise GameError(
                 "uncached_squared", self.uncached_squared, f"in [{self.uncached_tokens**2:g}, inf)"
             )
+        if (
+            self.context_squared
+            and not self.context_tokens**2 * (1 - 1e-9) <= self.context_squared < math.inf
+        ):
+            bound = f"0 or in [{self.context_tokens**2:g}, inf)"
+            raise GameError("context_squared", self.context_squared, bound)
         if not (0 <= self.arrival_rps < math.inf and self.users >= 0 and 0 <= self.think_s < math.inf):
             raise GameError(
                 "arrival_rps, users, think_s", (self.arrival_rps, self.users, self.think_s), ">= 0"

@@ -11,6 +11,8 @@ Source: theory.md, Γ_PD. Queue lengths in heavy traffic: Allen and Cunneen. Pro
 """
 
 import functools
+import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -24,7 +26,8 @@ Floats = NDArray[np.float64]
 
 JOINING = 1.5  # iterations to the first token: half of one that runs already, and its own
 STATES = 768  # of a pool's population; a longer queue is counted in steps of more than one
-_ROUNDS = 40  # of a bisection: the error left is a share of 2 ** -40
+_ROUNDS = 24  # of a bisection: the error left is a share of 2 ** -24
+_USUALLY = 3.0  # times the usual population is rare
 _RARE = 1e-6  # populations rarer than this are left out
 _MOST, _PARTS = 48, 8  # prompts ahead of one, and parts of a prompt, that chance tells apart
 _TINY = 1e-300
@@ -52,9 +55,10 @@ class Prefill(NamedTuple):
 
     def rate_rps(self, workers: Floats, population: Floats, blind: Floats) -> Floats:
         """Return how many prompts a second a pool gets done: by workers that have any."""
-        each = population / workers
-        busy = (1 - blind) * np.minimum(each, 1.0) - blind * np.expm1(-each)
-        return workers * busy / self.prompt_s(each)
+        with np.errstate(divide="ignore"):  # one worker has all, also by chance
+            by_chance = -workers * np.expm1(population * np.log1p(-1 / workers))
+        busy = (1 - blind) * np.minimum(population, workers) + blind * np.minimum(population, by_chance)
+        return busy / self.prompt_s(population / workers)
 
     def most_rps(self, workers: Floats) -> Floats:
         """Return how many prompts a second it gets done at most."""
@@ -112,8 +116,8 @@ class Populations(NamedTuple):
     decode:    population of the decode pool; `running` are the chances that a token there comes of so many
     varies_s:  of an iteration with so many in the decode pool: its standard deviation
     delay_s:   from the hand-over to the first token, by population of the decode pool
-    blind:     share of the prompts in the router's books that are computed already, `(k, 1)`: it takes a prompt
-               off them with its first token only. So far its choice of a worker is as good as random.
+    blind:     share of the prompts in the router's books that are computed already, `(k, 1)`: it takes
+               one off them with its first token only. So far its choice of a worker is as good as random.
     """
 
     rate_rps: Floats
@@ -135,14 +139,17 @@ def opened(
     """
     rate, most = np.full_like(workers, arrival_rps), prefill.most_rps(workers)
     passed = np.minimum(rate, most)
-    requests = _steps(beside * decode.most, passed, decode.most_rps(beside), horizon_s)
+    usual = _reached(lambda many: decode.rate_rps(beside, many), passed, beside * decode.most)
+    requests = _steps(usual, passed, decode.most_rps(beside), horizon_s, decode.spread)
     done = decode.rate_rps(beside, np.maximum(requests, _TINY))
     over = (passed >= decode.most_rps(beside)) & (requests > beside * decode.most)
     chances = _chances(np.log(passed / done), requests, requests > 0, 1 / decode.spread, over)
     running = _weighed(chances, np.where(requests > 0, done, 0.0))
     delay_s = decode.delay_s(beside, requests)
     blind = _blind(delay_s, running, prefill)
-    prompts = _steps(workers * (1 + prefill.alone / prefill.passes), rate, most, horizon_s)
+    batches = workers * (1 + prefill.alone / prefill.passes)
+    usual = _reached(lambda many: prefill.rate_rps(workers, many, blind), rate, batches)
+    prompts = _steps(usual, rate, most, horizon_s, prefill.spread)
     done = prefill.rate_rps(workers, np.maximum(prompts, _TINY), blind)
     queued = prompts > workers
     arriving = _chances(np.log(rate / done), prompts, queued, 1 / prefill.spread, (rate >= most) & queued)
@@ -185,11 +192,11 @@ def waited(
 ) -> Floats:
     """Return the chance that an arrival's worker begins with it within each of `times_s`, at one split.
 
-        P(wait <= k * prompt_s) = (1 - blind) * [floor(n / m) <= k] + blind * P(Poisson(n / m) <= k)
+        P(wait <= k * prompt_s) = (1 - chance) * [floor(n / m) <= k] + chance * P(Poisson(n / m) <= k)
 
-    linear between. A router sends a prompt to a worker at once, and it waits for that worker, even if another
-    is free sooner: for the `floor(n / m)` that are before it on the least loaded, or for as many as chance has
-    on any.
+    chance = blind * (1 - 1 / m), linear between. A router sends a prompt to a worker at once, and it waits for
+    that worker, even if another is free sooner: for the `floor(n / m)` that are before it on the least loaded,
+    or for as many as there are by chance on any.
 
     Args:     prompts, chances: `(s,)`, populations found.
     """
@@ -204,7 +211,8 @@ def waited(
     table = _poisson()
     random = (1 - part) * table[below, mean] + part * table[below + 1, mean]
     chosen = np.clip(ahead - np.floor(each) + 1, 0.0, 1.0)
-    within: Floats = ((1 - blind) * chosen + blind * random) @ chances
+    chance = blind * (1 - 1 / workers)  # one worker has all
+    within: Floats = ((1 - chance) * chosen + chance * random) @ chances
     return within
 
 
@@ -214,13 +222,27 @@ def _poisson() -> Floats:
     return np.asarray(pdtr(np.arange(_MOST + 2)[:, None], np.arange(_MOST * _PARTS + 1) / _PARTS))
 
 
-def _steps(usual: Floats, rate_rps: Floats, most_rps: Floats, horizon_s: float) -> Floats:
+def _reached(done_rps: Callable[[Floats], Floats], rate_rps: Floats, most: Floats) -> Floats:
+    """Return the population that gets done as many as come, or `most`; more are done of more."""
+    low, high = np.zeros_like(most), most
+    for _ in range(_ROUNDS):
+        middle = (low + high) / 2
+        enough = done_rps(np.maximum(middle, _TINY)) >= rate_rps
+        low, high = np.where(enough, low, middle), np.where(enough, middle, high)
+    return high
+
+
+def _steps(usual: Floats, rate_rps: Floats, most_rps: Floats, horizon_s: float, spread: float) -> Floats:
     """Return populations from 0 to what may come together in `horizon_s`, `(k, STATES)`.
 
-    Chance alone adds up to about sqrt(2 * rate * horizon), whatever is over capacity adds to it.
+    What is over capacity adds up. So does chance: to about sqrt(2 * rate * horizon) at capacity, and below it
+    until longer queues are rare.
     """
-    grown = np.maximum(rate_rps - most_rps, 0.0) * horizon_s + np.sqrt(2 * rate_rps * horizon_s)
-    step = np.maximum(np.ceil((usual + grown) / (STATES - 1)), 1.0)
+    rare = -math.log(_RARE) * spread / np.maximum(-np.log(rate_rps / most_rps), _TINY)
+    grown = np.maximum(rate_rps - most_rps, 0.0) * horizon_s + np.minimum(
+        rare, np.sqrt(2 * rate_rps * horizon_s)
+    )
+    step = np.maximum(np.ceil((_USUALLY * usual + grown) / (STATES - 1)), 1.0)
     return step * np.arange(STATES)
 
 
@@ -248,7 +270,7 @@ def _weighed(chances: Floats, rates: Floats) -> Floats:
     return weights
 
 
-def _rest(others: Floats, think_s: float | Floats, decode: Decode, workers: Floats) -> tuple[Floats, Floats]:
+def _rest(others: Floats, think_s: float, decode: Decode, workers: Floats) -> tuple[Floats, Floats]:
     """Return how many of the others decode, and the rate at which they come back: found by bisection."""
     low, high = np.zeros_like(others), others.copy()
     for _ in range(_ROUNDS if think_s > 0 else 0):
