@@ -148,7 +148,7 @@ def test_the_prefill_pool_is_erlangs_queue_where_the_router_sees_everything() ->
 
 
 def test_the_decode_pool_is_poisson_where_iterations_do_not_depend_on_load() -> None:
-    """M/G/infinity: 20 requests/s of 100 iterations of 6 ms: 12 at a time, weighed with the rate of tokens."""
+    """M/G/infinity: 20 requests/s of 100 iterations of 6 ms: 12 at a time, weighed with their tokens."""
     seen = _opened(20.0, 3.0, 2.0, decode_s=0.006)
     many = np.arange(1, 40)
     assert seen.running[0, 1:40] == pytest.approx(poisson.pmf(many - 1, 12.0), rel=1e-6)

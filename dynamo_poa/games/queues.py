@@ -141,10 +141,11 @@ def opened(
     passed = np.minimum(rate, most)
     usual = _reached(lambda many: decode.rate_rps(beside, many), passed, beside * decode.most)
     requests = _steps(usual, passed, decode.most_rps(beside), horizon_s, decode.spread)
-    done = decode.rate_rps(beside, np.maximum(requests, _TINY))
+    # What varies by more about the same mean: (rate / n) ** theta alone would move it by half of the excess.
+    done = decode.rate_rps(beside, np.maximum(requests + (decode.spread - 1) / 2, _TINY))
     over = (passed >= decode.most_rps(beside)) & (requests > beside * decode.most)
     chances = _chances(np.log(passed / done), requests, requests > 0, 1 / decode.spread, over)
-    running = _weighed(chances, np.where(requests > 0, done, 0.0))
+    running = _weighed(chances, decode.rate_rps(beside, requests))
     delay_s = decode.delay_s(beside, requests)
     blind = _blind(delay_s, running, prefill)
     batches = workers * (1 + prefill.alone / prefill.passes)
@@ -194,9 +195,9 @@ def waited(
 
         P(wait <= k * prompt_s) = (1 - chance) * [floor(n / m) <= k] + chance * P(Poisson(n / m) <= k)
 
-    chance = blind * (1 - 1 / m), linear between. A router sends a prompt to a worker at once, and it waits for
-    that worker, even if another is free sooner: for the `floor(n / m)` that are before it on the least loaded,
-    or for as many as there are by chance on any.
+    chance = blind * (1 - 1 / m), linear between. A router sends a prompt to a worker at once, and it waits
+    for that worker, even if another is free sooner: for the `floor(n / m)` that are before it on the least
+    loaded, or for as many as there are by chance on any.
 
     Args:     prompts, chances: `(s,)`, populations found.
     """
