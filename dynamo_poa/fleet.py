@@ -9,6 +9,7 @@ Source: contract: architecture, Identity; measured: Dynamo 1.4.2, as the comment
 
 from collections import Counter
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import msgspec
 
@@ -61,9 +62,16 @@ class PublisherState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Worker:
-    def __init__(self, card: WorkerCard, at_s: float, reload_s: float) -> None:
+    def __init__(
+        self, card: WorkerCard, at_s: float, reload_s: float, on_restart: Callable[[WorkerKey], None]
+    ) -> None:
         self.card = card
-        self.ranks = {dp_rank: RankLoad(card.total_kv_blocks, at_s, reload_s) for dp_rank in card.ranks}
+        self.ranks = {
+            dp_rank: RankLoad(
+                card.total_kv_blocks, at_s, reload_s, partial(on_restart, WorkerKey(card.worker_id, dp_rank))
+            )
+            for dp_rank in card.ranks
+        }
 
 
 class _Pending:
@@ -99,7 +107,7 @@ class Fleet:
         exposed: str | None = None,
         routers_synced: bool = False,
         on_pass: Callable[[WorkerKey, WorkerCard, ForwardPass, float], None] | None = None,
-        on_restart: Callable[[WorkerKey], None] | None = None,
+        on_restart: Callable[[WorkerKey], None] = lambda key: None,
         reload_s: float = RELOAD_S,
     ) -> None:
         """Watch a namespace, and a second one where workers stand that the frontend sees directly.
@@ -157,7 +165,7 @@ class Fleet:
             else:
                 worker.card = card
         for worker_id in now.keys() - self._workers.keys():
-            self._workers[worker_id] = _Worker(now[worker_id], at_s, self._reload_s)
+            self._workers[worker_id] = _Worker(now[worker_id], at_s, self._reload_s, self._on_restart)
             for subject, data, said_at_s, wall_s in self._release(worker_id):
                 self._apply(decode_dynamo(subject, data), said_at_s, wall_s, held=True)
 
@@ -252,24 +260,14 @@ class Fleet:
             self._notice_first("impossible_value", message.topic, detail)
         else:
             if isinstance(body, ForwardPass):
-                taken = self._take_pass(message.publisher_id, worker.card, rank, body, at_s)
+                taken = rank.take_pass(message.publisher_id, body, at_s)
+                if taken and self._on_pass is not None:
+                    self._on_pass(WorkerKey(worker_id, body.dp_rank), worker.card, body, at_s)
             else:
                 taken = rank.take_metrics(message.publisher_id, publisher, message.sequence, body, at_s)
             if not taken:
                 self.dropped["outdated"] += 1
         return None
-
-    def _take_pass(
-        self, publisher_id: int, card: WorkerCard, rank: RankLoad, done: ForwardPass, at_s: float
-    ) -> bool:
-        restarts = rank.restarts
-        if not rank.take_pass(publisher_id, done, at_s):
-            return False
-        if rank.restarts != restarts and self._on_restart is not None:
-            self._on_restart(WorkerKey(done.worker_id, done.dp_rank))
-        if self._on_pass is not None:
-            self._on_pass(WorkerKey(done.worker_id, done.dp_rank), card, done, at_s)
-        return True
 
     def _apply_event(self, publisher_id: int, event: KvEvent, at_s: float) -> None:
         worker = self._workers.get(event.worker_id)

@@ -9,6 +9,7 @@ Source: contract: architecture, Load; measured: Dynamo 1.4.2, as the comments sa
 """
 
 from collections import deque
+from collections.abc import Callable
 
 import msgspec
 
@@ -83,9 +84,16 @@ class _Booked:
 class RankLoad:
     """Everything kept of one (worker_id, dp_rank)."""
 
-    def __init__(self, total_kv_blocks: int | None, at_s: float, reload_s: float = RELOAD_S) -> None:
+    def __init__(
+        self,
+        total_kv_blocks: int | None,
+        at_s: float,
+        reload_s: float = RELOAD_S,
+        on_restart: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Begin at an instant; `on_restart` is called before the first pass after a restart counts."""
         self.cache = CacheMirror(total_kv_blocks, reload_s)
-        self.restarts = 0  # seen in its passes
+        self._on_restart = on_restart
         self.seen_at_s: float | None = None
         self._created_at_s = at_s
         self._kv_used_blocks: int | None = None
@@ -136,7 +144,11 @@ class RankLoad:
 
         Source:  measured: a router's messages arrive reordered, e.g. 135, 137, 136, 138.
         """
-        if said.kv_used_blocks is not None and self._metrics_speaker.hear(publisher_id, at_s) is Life.PAST:
+        if (
+            said.kv_used_blocks is not None
+            and publisher_id != self._metrics_speaker.publisher_id
+            and self._metrics_speaker.hear(publisher_id, at_s) is Life.PAST
+        ):
             return False
         booked = self._booked.get(publisher_id)
         if booked is None:
@@ -211,7 +223,7 @@ class RankLoad:
         self._pass_numbering.restart()
         if self._last_pass is None:
             return
-        self.restarts += 1
+        self._on_restart()
         # Said before the restart; a new engine uses none, and says so only when that changes.
         if self._kv_used_blocks and self._kv_used_at_s <= self._last_pass_at_s:
             self._kv_used_blocks = None
