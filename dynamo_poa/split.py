@@ -10,6 +10,7 @@ Invariant: noting is cheap and copies what may change, pricing may take place in
 Source: theory.md, Γ_PD.
 """
 
+import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -38,7 +39,7 @@ from dynamo_poa.values import Curve, Role, WorkerCard
 MIN_PROMPTS = 50
 MIN_SECONDS = 10
 NEARLY_FRAC = 0.01  # a split so much worse than the best is as good, if it moves fewer workers
-MOST_GAIN = 100.0  # a present split that gets nothing done would make any other infinitely better
+MOST_GAIN = 100.0
 RESAMPLES = 200  # 1.2 ms each
 _SPEED = {
     Role.PREFILL: lambda curve: curve.prefill_base_s + curve.prefill_token_s,
@@ -164,13 +165,25 @@ def nearest(every: Sequence[Attainment], now: Attainment, best: Attainment) -> A
 
 
 def gain(now: Attainment, then: Attainment) -> float:
-    """Return the goodput gained as a share of the present, at most `MOST_GAIN`; 0 where neither has any."""
-    floor = then.goodput_rps / (1 + MOST_GAIN)
-    return then.goodput_rps / max(now.goodput_rps, floor) - 1 if then.goodput_rps > 0 else 0.0
+    """Return the goodput gained as a share of the present, 0 where neither has any.
+
+    No more than a hundredfold either way: a split that gets nothing done is infinitely worse, which no JSON
+    number says.
+    """
+    if now.goodput_rps <= 0 and then.goodput_rps <= 0:
+        return 0.0
+    least = 1 / (1 + MOST_GAIN)
+    if now.goodput_rps <= then.goodput_rps * least:
+        return MOST_GAIN
+    return max(then.goodput_rps / now.goodput_rps, least) - 1
 
 
 def _interval(game: Game, now: Split, then: Split, found: float) -> tuple[float, float]:
-    """Return the 95 % interval of the gain over resampled arrivals; those without any say nothing."""
+    """Return the 95 % interval of the gain over resampled arrivals; those without any say nothing.
+
+    Of the logarithm of 1 + gain: near capacity the gain of some resamples is tenfold, and what widens the
+    interval for want of blocks would otherwise take its lower end under 0, though none of them has a loss.
+    """
     blocks = moving_blocks(len(game.seconds), RESAMPLES)
     gains = []
     for which in range(RESAMPLES):
@@ -178,7 +191,8 @@ def _interval(game: Game, now: Split, then: Split, found: float) -> tuple[float,
         if seconds[:, REQUESTS].any():
             before, after = _price(game, _mix(seconds, game.output_tokens), [now, then])
             gains.append(gain(before, after))
-    return blocks.interval(found, np.array(gains))
+    low, high = blocks.interval(math.log1p(found), np.log1p(gains))
+    return math.expm1(low), math.expm1(high)
 
 
 def _price(game: Game, mix: Mix, splits: Sequence[Split]) -> tuple[Attainment, ...]:

@@ -260,7 +260,7 @@ def test_the_nearest_of_nearly_equal_splits_is_the_one_to_move_to() -> None:
 
 @pytest.mark.parametrize(
     ("now", "then", "expected"),
-    [(20, 25, 0.25), (25, 20, -0.2), (0, 0, 0.0), (0, 5, 100.0), (1e-9, 5, 100.0)],
+    [(20, 25, 0.25), (25, 20, -0.2), (0, 0, 0.0), (0, 5, 100.0), (1e-9, 5, 100.0), (5, 0, 1 / 101 - 1)],
 )
 def test_a_gain_is_finite(now: float, then: float, expected: float) -> None:
     """A present split that gets nothing done is infinitely worse, which no JSON number says."""
