@@ -19,12 +19,12 @@ from dynamo_poa.workloads.synthetic import Zipf
 
 SUITE = "caching"
 WEIGHTS = (1.0, 0.5, 0.0)
-# 120 prefixes of 28 blocks each are asked for, of four caches of 640: were there no other blocks, three in
+# 60 prefixes of 28 blocks each are asked for, of four caches of 320: were there no other blocks, three in
 # four would find room in all of them together, and one in five in a single one. At this speed the load of
 # workers weighs about as much as what they hold: with less of it any ω above 0 would do the same.
-FLEET = Fleet(name="small KV caches", prefill=4, decode=4, speedup=0.25, kv_blocks=640)
-CONTENT = Zipf(prefixes=120, output_tokens=8, shared_frac=0.9)
-LOAD = Poisson(rate_rps=30.0)
+FLEET = Fleet(name="small KV caches", prefill=4, decode=4, speedup=0.28, kv_blocks=320)
+CONTENT = Zipf(prefixes=60, output_tokens=8, shared_frac=0.9)
+LOAD = Poisson(rate_rps=40.0)
 # The estimate looks back as far as is measured, and so does the demand each look is priced on.
 SECONDS = 15.0
 FIGURES = {
