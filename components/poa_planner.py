@@ -33,6 +33,7 @@ from dynamo_poa.bus import Bus
 from dynamo_poa.clock import Clock, SystemClock
 from dynamo_poa.config import CommonConfig
 from dynamo_poa.coupling import Advice
+from dynamo_poa.errors import ConfigError
 from dynamo_poa.wire import subject
 
 if TYPE_CHECKING:
@@ -192,7 +193,7 @@ def main() -> None:
     arguments = parser.parse_args()
     try:
         asyncio.run(_serve(PoaAdvice(arguments.namespace, arguments.nats), arguments.listen))
-    except (OSError, ImportError) as error:
+    except (OSError, ImportError, ConfigError) as error:
         parser.exit(2, f"error: {error}\n")
 
 

@@ -5,13 +5,17 @@ engine adapter, gRPC) is skipped without them; docs/planner.md says how to run e
 """
 
 import asyncio
+import re
 import sys
 import types
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+import yaml
+from dynamo.planner.config.planner_config import PlannerConfig
 from dynamo.planner.plugins.clock import VirtualClock
 from dynamo.planner.plugins.merge import type_aware_merge
 from dynamo.planner.plugins.merge.types import ComponentKey, PluginResult
@@ -39,7 +43,7 @@ from dynamo.planner.plugins.types import (
 from nats_server import NatsServer
 from records import RECORD
 
-from components.poa_planner import PoaAdvice, start_server
+from components.poa_planner import PoaAdvice, main, start_server
 from dynamo_poa.bus import Bus
 from dynamo_poa.clock import ManualClock, SystemClock
 from dynamo_poa.coupling import Advice, Attainment, Split
@@ -284,7 +288,6 @@ async def test_the_planners_limits_are_above_the_advice(orchestration: Any) -> N
 async def test_the_planners_engine_turns_it_into_a_scaling_decision(plugin: PoaAdvice) -> None:
     """The adapter `python -m dynamo.planner` runs, with its own configuration, beside its own scaling."""
     pytest.importorskip("pandas", reason="the planner's adapter needs packages that Dynamo does not install")
-    from dynamo.planner.config.planner_config import PlannerConfig
     from dynamo.planner.core.types import EngineCapabilities, TickInput, WorkerCapabilities, WorkerCounts
     from dynamo.planner.plugins.orchestrator.engine_adapter import OrchestratorEngineAdapter
 
@@ -361,3 +364,31 @@ async def test_it_hears_the_controllers_telemetry_over_nats(nats_server: NatsSer
             await asyncio.sleep(0.01)
     assert await proposed(plugin, seen()) == {"prefill": 4, "decode": 4}
     await plugin.aclose()
+
+
+# How it is configured
+
+
+def test_the_documented_configuration_is_the_planners() -> None:
+    """Both examples of docs/planner.md pass the planner's own validation and name what is there."""
+    text = (Path(__file__).parent.parent / "docs" / "planner.md").read_text()
+    examples = [yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)]
+    inside, outside = (PlannerConfig.model_validate({"mode": "disagg", **example}) for example in examples)
+    (spec,) = inside.plugin_registration.in_process_plugins
+    assert (spec.module, spec.class_) == (PoaAdvice.__module__, PoaAdvice.__name__)
+    PoaAdvice(**spec.kwargs)
+    (entry,) = outside.scheduling.external_plugins
+    assert (entry.plugin_type, entry.priority, entry.needs) == (spec.plugin_type, spec.priority, spec.needs)
+    assert outside.plugin_registration.transport.allow_insecure_grpc
+
+
+def test_a_bad_command_line_ends_with_a_line_that_says_why(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As for every component: status 2, no traceback."""
+    monkeypatch.setattr(sys, "argv", ["poa_planner", "--listen", "127.0.0.1:0", "--namespace", "a.b"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    bound = "must be letters, digits, - and _ (it is one token of a subject)"
+    assert capsys.readouterr().err == f"error: Common.namespace = 'a.b': {bound}\n"
