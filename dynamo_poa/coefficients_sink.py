@@ -15,12 +15,10 @@ from dynamo_poa.clock import Clock
 from dynamo_poa.decisions import DecisionLog
 from dynamo_poa.errors import BusError
 from dynamo_poa.load import WorkerState
-from dynamo_poa.output_tokens import OutputTokens
+from dynamo_poa.output_tokens import OutputTokens, decoded_requests
 from dynamo_poa.telemetry import TelemetryRecord
-from dynamo_poa.values import Curve, Outcome, Role, Selection, WorkerKey, WorkerLatency
+from dynamo_poa.values import Curve, Role, Selection, WorkerKey, WorkerLatency
 from dynamo_poa.wire import Coefficients, PoolSpeed, WorkerSpeed, subject
-
-DECODED = (Outcome.OK, Outcome.CANCELLED)  # a request that failed or was refused may have decoded nothing
 
 
 class CoefficientsSink:
@@ -49,11 +47,7 @@ class CoefficientsSink:
 
     async def emit(self, record: TelemetryRecord) -> None:
         """Send what is known now if the setting in force asks for it."""
-        ended = {
-            role: sum(self._decisions.outcomes[role, outcome] for outcome in DECODED)
-            for role in (Role.DECODE, Role.AGGREGATED)
-        }
-        self._output_tokens.update(self._clock.monotonic_s(), ended)
+        self._output_tokens.update(self._clock.monotonic_s(), decoded_requests(self._decisions.outcomes))
         pools = self._pools()
         if record.selection is not Selection.MARGINAL or not pools:
             return  # who knows nothing, just started, does not overwrite what a predecessor has told

@@ -9,11 +9,20 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 
-from dynamo_poa.values import Role, WorkerCard, WorkerKey
+from dynamo_poa.values import Outcome, Role, WorkerCard, WorkerKey
 from dynamo_poa.wire import ForwardPass
 
 MEMORY_S = 30.0  # weight of what happened so long ago: 1/e
 ENOUGH_REQUESTS = 8.0  # weighted; before that, what is decoded belongs to requests that have yet to end
+DECODED = (Outcome.OK, Outcome.CANCELLED)  # a request that failed or was refused may have decoded nothing
+
+
+def decoded_requests(outcomes: Mapping[tuple[Role, Outcome], int]) -> dict[Role, int]:
+    """Return how many requests have ended that were decoded, of the legs that decode."""
+    return {
+        role: sum(outcomes.get((role, outcome), 0) for outcome in DECODED)
+        for role in (Role.DECODE, Role.AGGREGATED)
+    }
 
 
 class OutputTokens:

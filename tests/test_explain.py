@@ -203,6 +203,17 @@ def test_an_explanation_reads_as_tables(at_7s: Explanation) -> None:
     ]
 
 
+def test_the_end_says_in_words_where_the_cost_was_from(at_7s: Explanation) -> None:
+    """Issue 7: routing, caching or capacity; the caches share no prefix here, so nothing is known of them."""
+    lines = text(explanation_view(at_7s)).splitlines()
+    start = lines.index(
+        "the cost beyond an unloaded system is 72% routing, 0% caching, 27% capacity: "
+        "another choice of workers: the policy's to find"
+    )
+    assert lines[start + 1].startswith("caching    PoA-hat none: fewer than 2 prefixes that requests share")
+    assert lines[start + 2] == "split      PoA-hat none: 33 prompts in 7 s, 50 in 10 s needed"
+
+
 def test_the_json_reads_back(at_7s: Explanation) -> None:
     """Worker ids are text: they pass 2**63."""
     encoded = encode(at_7s)

@@ -16,11 +16,11 @@ import msgspec
 import numpy as np
 
 from dynamo_poa.advice import worth_it
-from dynamo_poa.coefficients_sink import DECODED
 from dynamo_poa.config import ControllerConfig, SloConfig
 from dynamo_poa.coupling import Advice, AllocationEstimate, Split
 from dynamo_poa.decisions import DecisionLog
 from dynamo_poa.errors import ConfigError
+from dynamo_poa.output_tokens import decoded_requests
 from dynamo_poa.prompts import PROMPT, REQUESTS, UNCACHED, Floats
 from dynamo_poa.serve.playback import Playback
 from dynamo_poa.serve.trace_demand import BLOCK_TOKENS, demand_of
@@ -84,7 +84,7 @@ def of_recording(path: Path, block_size: int, slo: SloConfig) -> Advised:
     seconds = playback.log.prompts.seconds(playback.at_s + 1)
     busy = np.flatnonzero(seconds[:, REQUESTS])
     seconds = seconds[: busy[-1] + 1] if len(busy) else seconds[:0]
-    ended = sum(playback.log.outcomes[Role.DECODE, outcome] for outcome in DECODED)
+    ended = decoded_requests(playback.log.outcomes)[Role.DECODE]
     output_tokens = decoded[Role.DECODE] / ended if ended and decoded[Role.DECODE] else None
     notes = tuple(f"{name}: {count}" for name, count in playback.inexact.items())
     return _answer(str(path), cards.values(), playback.curves, seconds, output_tokens, slo, notes)

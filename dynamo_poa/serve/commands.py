@@ -22,6 +22,7 @@ from rich.text import Text
 from dynamo_poa.clock import SystemClock
 from dynamo_poa.config import CommonConfig, ControllerConfig
 from dynamo_poa.errors import ConfigError, ParamsError
+from dynamo_poa.serve.games_view import in_words_view
 from dynamo_poa.serve.record import record as record_until
 from dynamo_poa.serve.report import report_view
 from dynamo_poa.serve.show import console, read_duration_s, read_instant_s
@@ -160,14 +161,32 @@ def estimate(
 
 
 def explain(
-    recording: Annotated[Path, typer.Argument(help="file that `record` wrote")],
+    recording: Annotated[
+        Path | None, typer.Argument(help="file that `record` wrote; without one, the running graph now")
+    ] = None,
     at: Annotated[
-        str, typer.Option("--at", help="seconds since its first message, such as 12.5", metavar="T")
-    ],
+        str | None, typer.Option("--at", help="seconds since its first message, such as 12.5", metavar="T")
+    ] = None,
     as_json: _Json = False,
     block_size: _BlockSize = _DEFAULT_BLOCK_SIZE,
+    nats: _Nats = None,
+    namespace: _Namespace = None,
 ) -> None:
-    """Show who should have been where at one instant. And what it would have saved, from a recording."""
+    """Say where the cost is from. Of a recording also who should have been where, and what it saved."""
+    if recording is None:
+        if at is not None:
+            raise ConfigError(
+                [f"--at = {at!r}: needs a recording; a running graph is explained as it is now"]
+            )
+        where, now = asyncio.run(_ask(nats, namespace, {"op": "status"}))
+        if as_json:
+            sys.stdout.write(msgspec.json.encode(now.coupling).decode() + "\n")
+        else:
+            _tell(where)
+            console().print(in_words_view(now))
+        return
+    if at is None:
+        raise ConfigError(["--at: must be given with a recording, in seconds since its first message"])
     from dynamo_poa.serve.explain import explain as explain_instant
     from dynamo_poa.serve.explained import explanation_view
     from dynamo_poa.serve.replay import encode

@@ -1,6 +1,7 @@
 """Who should have gone where at one instant of a recording, and what it would have saved.
 
-Owns: the instant that is explained, each request's own part of the cost as it was and at best.
+Owns: the instant that is explained, each request's own part of the cost as it was and at best, where the cost
+      beyond an unloaded system was from.
 Does not own: playing the recording (playback.py), the games (snapshot.py), their optimum (games/routing.py),
               the tables (explained.py).
 Invariant: what the requests save adds up to what the moves save; nobody is moved for next to nothing.
@@ -15,14 +16,18 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from dynamo_poa.advice import worth_it
 from dynamo_poa.config import ControllerConfig
+from dynamo_poa.coupling import AllocationEstimate, CachingEstimate, Coupling, couple
 from dynamo_poa.decisions import DecisionLog
 from dynamo_poa.errors import ConfigError, RecordingError
 from dynamo_poa.estimator import shares
 from dynamo_poa.games.routing import decode_optimum, prefill_optimum
+from dynamo_poa.output_tokens import OutputTokens
 from dynamo_poa.serve.playback import Instant, Playback
+from dynamo_poa.serve.slow_games_played import SlowGamesPlayed
 from dynamo_poa.snapshot import DecodeGame, PrefillGame, Snapshot, price
-from dynamo_poa.values import Role, Shares, WorkerKey
+from dynamo_poa.values import Estimate, Role, Shares, WorkerKey
 
 Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]
@@ -79,6 +84,8 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
 
     at_s:    of the snapshot, since the first message
     shares:  of the cost beyond an unloaded system
+    coupling:  the three games of that instant, and where the cost is from
+    caching, allocation:  the other two games
     lacking: legs that cannot be priced, and why
     notes:   what makes it less than exact, up to the next snapshot
     """
@@ -92,6 +99,14 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     games: tuple[Explained, ...]
     lacking: dict[str, str]
     notes: dict[str, int]
+    coupling: Coupling = Coupling()
+    caching: CachingEstimate = CachingEstimate(reason="not looked at")
+    allocation: AllocationEstimate = AllocationEstimate(reason="not looked at")
+
+    @property
+    def poa_hat(self) -> float | None:
+        """Return the observed cost over the best, None where nothing was priced."""
+        return self.observed_s / self.optimal_s if self.optimal_s > 0 else None
 
 
 def explain(path: Path, at_s: float, *, block_size: int) -> Explanation:
@@ -100,7 +115,7 @@ def explain(path: Path, at_s: float, *, block_size: int) -> Explanation:
     Raises:  RecordingError when the file is not a recording or holds no decisions, ConfigError when the
              instant is not within it.
     """
-    config = ControllerConfig()
+    config, output_tokens = ControllerConfig(), OutputTokens()
     playback = Playback(
         path,
         block_size=block_size,
@@ -111,19 +126,30 @@ def explain(path: Path, at_s: float, *, block_size: int) -> Explanation:
             block_size=block_size,
             answering=answering,
         ),
+        on_pass=output_tokens.observe,
     )
+    games = SlowGamesPlayed(playback, output_tokens, at_s)
     nearest = Instant(0.0, [])
     for instant in playback.instants():
         if instant.at_s > at_s:
             break
         nearest = instant
+        games.look(instant.at_s)
     else:
         if not at_s <= playback.at_s:
             bounds = f"in [0, {playback.at_s:.3f}], seconds since the first message of {path}"
             raise ConfigError([f"--at = {at_s:g}: must be {bounds}"])
     if not playback.log.batches and not nearest.snapshots:
         raise RecordingError(f"{path}: holds no decisions up to {at_s:g} s: nobody is known to be in flight")
-    return explain_snapshots(at_s, nearest.at_s, nearest.snapshots, playback.inexact)
+    found = explain_snapshots(at_s, nearest.at_s, nearest.snapshots, playback.inexact)
+    caching, allocation = games.caching, games.allocation()
+    routing = Estimate(poa_hat=found.poa_hat, shares=found.shares)
+    return msgspec.structs.replace(
+        found,
+        caching=caching,
+        allocation=allocation,
+        coupling=couple(routing, caching, allocation, worth_it(allocation)),
+    )
 
 
 def explain_snapshots(

@@ -12,7 +12,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from dynamo_poa.coupling import in_words
 from dynamo_poa.serve.explain import Assigned, Explained, Explanation, Place
+from dynamo_poa.serve.games_view import allocation_text, caching_text
 from dynamo_poa.serve.report import shares_text
 from dynamo_poa.serve.show import count, counts, figures_table, seconds
 
@@ -42,6 +44,10 @@ def _parts(found: Explanation) -> Iterator[RenderableType]:
             yield Text(f"a sample: each request stands for {game.stands_for:.1f}")
         yield _workers(game.rows)
         yield from _requests_table(game)
+    yield Text()
+    yield Text(in_words(found.coupling))
+    yield Text(f"caching    {caching_text(found.caching)}")
+    yield Text(f"split      {allocation_text(found.allocation)}")
     if found.notes:
         yield Text()
         yield Text(f"inexact    {counts(found.notes)}")

@@ -1,13 +1,17 @@
 """How the three games of one record are shown to a person.
 
-Owns: the rows of `watch` and `status` that tell of caching, the split of workers and where the cost is from.
+Owns: the rows of `watch` and `status` that tell of caching, the split of workers and where the cost is from;
+      the same in words, for `explain` of a running graph.
 Does not own: the record (telemetry.py, coupling.py), the other rows (view.py).
 Invariant: what is unknown is shown as unknown, with its reason.
 """
 
 from collections.abc import Iterator
 
-from dynamo_poa.coupling import AllocationEstimate, Attainment, CacheSwap, CachingEstimate
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from dynamo_poa.coupling import AllocationEstimate, Attainment, CacheSwap, CachingEstimate, in_words
 from dynamo_poa.serve.show import number, percent
 from dynamo_poa.telemetry import TelemetryRecord
 
@@ -17,15 +21,32 @@ def games_rows(record: TelemetryRecord) -> Iterator[tuple[str, str]]:
     coupling = record.coupling
     if coupling.dominant:
         yield "dominant", f"{coupling.dominant}: {coupling.remedy}"
-    yield "caching", _caching(record.caching)
+    yield "caching", caching_text(record.caching)
     if record.cache_swap is not None:
         yield "after swap", _swap(record.cache_swap)
-    yield "split", _allocation(record.allocation)
+    yield "split", allocation_text(record.allocation)
     if record.poa_advice is not None:
         yield "advice", f"{record.poa_advice} (for {record.poa_advice.held_s:.0f} s)"
 
 
-def _caching(found: CachingEstimate) -> str:
+def in_words_view(record: TelemetryRecord) -> RenderableType:
+    """Return where the cost is from, in words, and the games it is known from."""
+    poa = number(record.poa_hat) if record.poa_hat is not None else f"none: {record.poa_reason}"
+    lines = [
+        f"{record.regime}: {record.reason}",
+        in_words(record.coupling),
+        "",
+        f"routing    PoA-hat {poa}",
+        f"caching    {caching_text(record.caching)}",
+        f"split      {allocation_text(record.allocation)}",
+    ]
+    if record.cache_swap is not None:
+        lines.append(f"after swap {_swap(record.cache_swap)}")
+    return Group(*map(Text, lines))
+
+
+def caching_text(found: CachingEstimate) -> str:
+    """Return the caching game, or why it is not known."""
     copies = [
         f"{number(found.duplication)} copies a block" * (found.duplication is not None),
         f"{percent(found.copies_frac)} of capacity copies" * (found.copies_frac is not None),
@@ -48,7 +69,8 @@ def _swap(swap: CacheSwap) -> str:
     return f"{omega}: found cached {hits} (before, during, after), copies a block {copies}"
 
 
-def _allocation(found: AllocationEstimate) -> str:
+def allocation_text(found: AllocationEstimate) -> str:
+    """Return the split of workers and the best one, or why they are not known."""
     if found.poa_hat is None or found.now is None or found.best is None:
         return f"PoA-hat none: {found.reason}"
     told = f"PoA-hat {number(found.poa_hat)}, now {_attained(found.now)}"

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from dynamo_poa import wire
 from dynamo_poa.config import ControllerConfig
+from dynamo_poa.copies import Rank
 from dynamo_poa.decisions import DecisionLog
 from dynamo_poa.errors import RecordingError, WireError
 from dynamo_poa.fleet import Fleet
@@ -95,6 +96,10 @@ class Playback:
     def curves(self) -> dict[Role, Curve]:
         """Return each pool's speed, as of the last instant; a pool's stays when its workers have gone."""
         return self._book.pool_curves()
+
+    def caches(self) -> list[Rank]:
+        """Return each rank's cache as it is now."""
+        return self._fleet.caches()
 
     @property
     def inexact(self) -> dict[str, int]:

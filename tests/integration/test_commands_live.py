@@ -142,6 +142,25 @@ async def test_status_shows_the_latest_record(controller: Controller, environmen
     assert printed.out.count("\n") == 1
 
 
+async def test_explain_without_a_recording_says_in_words_how_it_is_now(
+    controller: Controller, environment: dict[str, str]
+) -> None:
+    """Issue 7: where the inefficiency is; an instant needs a recording, and a recording an instant."""
+    shown, early = await asyncio.gather(run(environment, "explain"), run(environment, "explain", "--at", "3"))
+    assert shown.out.splitlines() == [
+        f"namespace poa at {environment['NATS_SERVER']}",
+        "transition: TTFT P99 2.000 s at or over θ1 1.000 s",
+        "no cost beyond that of an unloaded system is known",
+        "",
+        "routing    PoA-hat 1.500",
+        "caching    PoA-hat none: not priced yet",
+        "split      PoA-hat none: not priced yet",
+    ]
+    assert early == Result(
+        2, "", "error: --at = '3': needs a recording; a running graph is explained as it is now\n"
+    )
+
+
 async def test_set_pins_and_release_gives_back(controller: Controller, environment: dict[str, str]) -> None:
     """What is printed is what is in force after the next tick, not what was before."""
     where = f"namespace poa at {environment['NATS_SERVER']}\n"
