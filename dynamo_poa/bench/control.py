@@ -25,6 +25,7 @@ from dynamo_poa.bench import (
     latency,
     memory,
     observe,
+    placement,
     relay,
     residency,
     snapshot,
@@ -55,6 +56,7 @@ class Lengths(msgspec.Struct, frozen=True, kw_only=True):
     client_s: float = 15.0
     requests: int = growth.JUDGED
     decisions: int = 60
+    placements: int = 12
     resident_blocks: int = 10_000_000
 
 
@@ -73,6 +75,7 @@ QUICK = Lengths(
     client_s=5.0,
     requests=10_000,
     decisions=20,
+    placements=3,
     resident_blocks=1_000_000,
 )
 
@@ -88,6 +91,7 @@ FIGURES: dict[str, Measurement] = {
     "memory": lambda lengths, say: memory.measure(lengths.minutes, say),
     "growth": lambda lengths, say: growth.measure(lengths.requests, say),
     "snapshot": lambda lengths, say: snapshot.measure(lengths.snapshots, say),
+    "placement": lambda lengths, say: placement.measure(lengths.placements, say),
     "decide": lambda lengths, say: decide.measure(lengths.decisions, say),
     "residency": lambda lengths, say: residency.measure(lengths.resident_blocks, say),
     "client": lambda lengths, say: client.measure(lengths.client_s, say),

@@ -23,6 +23,7 @@ Holds = NDArray[np.bool_]
 
 _SMALL = 256  # groups x workers up to which everything is decided at once, and without a gap
 _MOST_STAGES = 8
+_BOUND_GAP_FRAC = 5e-5  # of the first stage, whose bound is the proof
 _WHOLE = 1e-5
 _STAGE_GAP_FRAC = 2e-4
 _LEAST_SCALE = 1e-6  # of what there is to save: HiGHS should not see larger ratios
@@ -80,29 +81,39 @@ def search(game: Savings, gap_frac: float, limit_s: float, now_s: Callable[[], f
 
     How many groups of a size each worker holds is decided from the largest size down, in stages, in which the
     smaller ones may still be held in part: they fill what larger ones leave, so little is lost by it, and
-    the first stage's bound tells how little. Where it is too much, everything is decided at once.
+    the first stage's bound tells how little. Where that is too much, everything is decided at once.
     """
     until_s, best = now_s() + limit_s, relaxed(game)
     program = _Program(game, max(best.least, _LEAST_SCALE * game.most))
-    low, high = program.low.copy(), program.high.copy()
     small = game.own.size <= _SMALL
-    for stage, whole in enumerate([] if small else program.stages()):
-        found = program.solve(whole, low, high, _STAGE_GAP_FRAC, (until_s - now_s()) / 2)
-        if found is None or found.x is None:
-            break
-        bound = program.bound_s(found) if stage == 0 else 0.0
-        best = Searched(program.holds(found), max(best.least, bound))
-        low[whole] = high[whole] = np.round(found.x[whole])
-    if not small and _cost(game, best.holds) - best.least <= gap_frac * _cost(game, best.holds):
-        return best
+    if not small:
+        best = _in_stages(program, best, until_s, now_s)
+        if _proven(game, best, gap_frac):
+            return best
     gap_frac = 0.0 if small else gap_frac
     found = program.solve(program.counts, program.low, program.high, gap_frac, until_s - now_s())
-    if found is None:
-        return best
     bound = max(best.least, program.bound_s(found))
-    if found.x is None:
+    if found is None or found.x is None:
         return Searched(best.holds, bound)
     return Searched(min(best.holds, program.holds(found), key=lambda holds: _cost(game, holds)), bound)
+
+
+def _in_stages(program: "_Program", best: Searched, until_s: float, now_s: Callable[[], float]) -> Searched:
+    low, high, bound = program.low.copy(), program.high.copy(), best.least
+    for stage, whole in enumerate(program.stages()):
+        gap_frac = _STAGE_GAP_FRAC if stage else _BOUND_GAP_FRAC
+        found = program.solve(whole, low, high, gap_frac, (until_s - now_s()) / 2)
+        if found is None or found.x is None:
+            break
+        bound = max(bound, program.bound_s(found)) if stage == 0 else bound
+        best = Searched(program.holds(found), bound)
+        low[whole] = high[whole] = np.round(found.x[whole])
+    return best
+
+
+def _proven(game: Savings, best: Searched, gap_frac: float) -> bool:
+    cost = _cost(game, best.holds)
+    return cost - best.least <= gap_frac * cost
 
 
 def _cost(game: Savings, holds: Holds) -> float:
@@ -192,7 +203,7 @@ class _Program:
 
     def bound_s(self, found: Any) -> float:
         """Return what no solution costs less than; 0 when HiGHS was given up before it knew."""
-        bound = found.mip_dual_bound
+        bound = None if found is None else found.mip_dual_bound
         return float(bound) * self.scale if bound is not None and np.isfinite(bound) else 0.0
 
     def holds(self, found: Any) -> Holds:
