@@ -1,5 +1,6 @@
 """`dynamo-poa advise`: what it answers of a recording and of a trace, live, and what it refuses."""
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -9,13 +10,17 @@ import numpy as np
 import pytest
 import typer
 from dynamo_messages import FIXTURES
+from nats_server import NatsServer
+from records import RECORD
 from shown import text
 from test_advice import ADVICE, NOTHING_BETTER, UNKNOWN, found
 from typer.testing import CliRunner
 
 from dynamo_poa.bench.suites.profile_curves import curves_of
+from dynamo_poa.bus import Bus
+from dynamo_poa.clock import SystemClock
 from dynamo_poa.config import SloConfig
-from dynamo_poa.coupling import AllocationEstimate, Attainment, Split
+from dynamo_poa.coupling import Advice, AllocationEstimate, Attainment, Split
 from dynamo_poa.errors import ConfigError
 from dynamo_poa.serve import advise_command
 from dynamo_poa.serve.advise import of_recording, of_trace, read_split
@@ -360,3 +365,25 @@ def test_a_trace_that_cannot_be_read_is_an_error(tmp_path: Path, name: str) -> N
     arguments = ("--trace", str(tmp_path / name), "--topology", "1P/1D", "--profile", "b200-llama-70b-tp4")
     (problem,) = problems(*arguments)
     assert str(tmp_path / name) in problem
+
+
+# Live
+
+
+async def test_a_running_graph_is_told_as_its_controller_has_it(nats_server: NatsServer) -> None:
+    """The estimate and the advice of the record that answers `status`; nothing is computed here."""
+    record = msgspec.structs.replace(RECORD, allocation=found(), poa_advice=ADVICE)
+    asked = []
+
+    def answer(request: bytes) -> bytes:
+        asked.append(json.loads(request))
+        return msgspec.json.encode({"ok": True, **msgspec.to_builtins(record)})
+
+    async with Bus(nats_server.url, name="controller", clock=SystemClock()) as bus:
+        bus.respond("poa.poa.control", answer)
+        await bus.wait_connected(5.0)
+        printed = await asyncio.to_thread(run, "--nats", nats_server.url, "--namespace", "poa", "--json")
+    assert asked == [{"op": "status"}]
+    told = json.loads(printed)
+    assert msgspec.convert(told["allocation"], AllocationEstimate) == found()
+    assert msgspec.convert(told["advice"], Advice) == ADVICE
