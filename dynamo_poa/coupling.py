@@ -43,8 +43,8 @@ class CachingEstimate(msgspec.Struct, frozen=True, kw_only=True):
     poa_hat:          observed / optimal; None when absent, also where the optimum costs nothing
     observed_s, optimal_s:  GPU seconds spent per second on fetching and recomputing prefixes
     bound_s:          no placement costs less; equals optimal_s under `exact`
-    method:           how the optimum was found: `exact` (MILP, proven) or `greedy` (within 1 - 1/e of the
-                      best saving; poa_hat is then a lower estimate, observed / bound the upper one)
+    method:           how the optimum was found: `exact` (MILP, proven to 0.1 %) or `greedy` (unproven, saves
+                      half of the most at least; poa_hat is then a lower estimate, observed / bound the upper)
     groups, workers:  size of the instance: prefix groups that were asked for, and ranks
     uncertain:        events of at least one cache were missed: what it holds is approximate
     duplication:      copies a distinct resident block has, mean, >= 1
