@@ -237,8 +237,8 @@ def test_a_search_that_runs_out_of_time_returns_what_it_has_and_a_bound(look_s, 
 
 
 def test_a_game_too_large_to_search_is_placed_greedily_with_a_bound():
-    """100 groups on 100 workers are more cells than MOST_CELLS; the relaxation bounds them."""
-    game = drawn_game(2, 100, 100, 10, 0.02)
+    """160 groups on 130 workers are more cells than MOST_CELLS; the relaxation bounds them."""
+    game = drawn_game(2, 160, 130, 10, 0.015)
     assert game.rate.size > placing.MOST_CELLS
     found = optimum(game)
     assert found.method == "greedy"

@@ -20,7 +20,7 @@ Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]
 Holds = NDArray[np.bool_]
 
-MOST_CELLS = 8_192  # groups x workers that are searched exactly
+MOST_CELLS = 20_000  # groups x workers beyond which no proof is tried
 GAP_FRAC = 1e-3  # of the cost: what is proven to be no further from the optimum counts as it
 _MOST_ROUNDS = 30
 _ROUNDING = 1e-12
