@@ -78,7 +78,7 @@ def figure(spent: dict[str, list[Spent]]) -> Figure:
         plain("greedy_median_s", "greedy with bound, median", greedy_s, "s"),
         plain(
             "greedy_excess_median_percent",
-            "greedy, above the optimum, median",
+            "greedy, above the best, median",
             statistics.median(excess),
             "%",
         ),
