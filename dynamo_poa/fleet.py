@@ -16,7 +16,7 @@ import msgspec
 from dynamo_poa.errors import WireError
 from dynamo_poa.load import Publisher, RankLoad, WorkerState
 from dynamo_poa.ordering import Place
-from dynamo_poa.residency import RELOAD_S, CacheSnapshot
+from dynamo_poa.residency import RELOAD_S, CacheMirror, CacheSnapshot
 from dynamo_poa.values import PoolLoad, Role, WorkerCard, WorkerKey
 from dynamo_poa.wire import (
     FORWARD_PASS_METRICS,
@@ -211,6 +211,14 @@ class Fleet:
         return [
             (worker.card, rank.cache.snapshot(WorkerKey(worker_id, dp_rank)))
             for worker_id, worker in sorted(self._workers.items())
+            for dp_rank, rank in worker.ranks.items()
+        ]
+
+    def mirrors(self) -> list[tuple[WorkerCard, WorkerKey, CacheMirror]]:
+        """Return the mirror of each rank's cache."""
+        return [
+            (worker.card, WorkerKey(worker_id, dp_rank), rank.cache)
+            for worker_id, worker in self._workers.items()
             for dp_rank, rank in worker.ranks.items()
         ]
 

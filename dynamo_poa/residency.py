@@ -17,7 +17,7 @@ from dynamo_poa.block_store import BlockStore, Evictions, HashArray
 from dynamo_poa.ordering import Life, Numbering, Place, Speaker
 from dynamo_poa.prefixes import UNKNOWN, roll, rolled
 from dynamo_poa.values import WorkerKey
-from dynamo_poa.wire import KvEvent, KvRemoved, KvStored, Tier
+from dynamo_poa.wire import CacheHeld, KvEvent, KvRemoved, KvStored, Tier
 
 GAP_WAIT_S = 5.0  # measured: reordering is milliseconds, and after a NATS outage everything comes at once
 MAX_TOUCHED = 65_536  # blocks remembered while a gap is open; a flood must not buy memory with one lost event
@@ -25,6 +25,7 @@ MAX_TOUCHED = 65_536  # blocks remembered while a gap is open; a flood must not 
 # are larger than it, hence not 1.
 CAPACITY_FACTOR = 4
 UNKNOWN_CAPACITY_BLOCKS = 65_536  # where the card does not give it
+MAX_SINCE = 65_536  # events kept while a worker is asked what it holds: minutes of them
 RELOAD_S = 30.0  # as PoaController.caching has it
 
 
@@ -125,6 +126,9 @@ class CacheMirror:
         # Meanwhile: parent and tokens hash of blocks whose beginning is not known yet, for it may come late.
         self._parentless: dict[int, tuple[int, int]] = {}
         self._loss_untold = False
+        # Events since the worker was asked what it holds, and the newest before; None while it is not asked.
+        self._since: list[KvEvent] | None = None
+        self._asked_at_id = 0
         self._orphans = 0
         self._unknown_removes = 0
         self._overflows = 0
@@ -175,6 +179,8 @@ class CacheMirror:
             # A rank has one publisher, so another one means that the engine began anew, counting from 1.
             self._numbering.restart()
             self._begin(event.event_id)
+        if self._since is not None and len(self._since) <= MAX_SINCE:
+            self._since.append(event)
         given_up = self._numbering.given_up
         place = self._numbering.place(event.event_id)
         if place is Place.REPEATED:
@@ -205,11 +211,50 @@ class CacheMirror:
         """Forget every block, because the worker's cache was cleared; what came before matters no more."""
         for held in self._tiers.values():
             held.clear()
+        self._since = None  # an answer may be older than this
         self._evictions.clear()
         self._numbering.give_up()
         self._close_gap()
         self._complete = True
         self._loss_untold = False
+
+    @property
+    def asks(self) -> int | None:
+        """Return the publisher to be asked what lies there, as events were missed for good; None else."""
+        whole = self._complete or self._gap_at_s is not None or self._since is not None
+        return None if whole else self._speaker.publisher_id
+
+    def ask(self) -> None:
+        """Keep the events to come: an answer is of the moment it is given at, which is later."""
+        self._since, self._asked_at_id = [], self._numbering.newest or 0
+
+    def answer(self, publisher_id: int, held: CacheHeld | None, at_s: float) -> bool:
+        """Take over what a worker says it holds and what it has said since; return whether it was of use.
+
+        Args:  held: None when it did not answer.
+        """
+        since, self._since = self._since, None
+        if since is None or held is None or publisher_id != self._speaker.publisher_id:
+            return False
+        if held.last_event_id < self._asked_at_id or len(since) > MAX_SINCE:
+            return False  # older than what was known when it was asked, or too much has happened meanwhile
+        counts = self._evictions, self.stored_blocks  # what came since has been counted
+        self._evictions = Evictions(0.0, 0)
+        self._begin(1)
+        self._numbering.restart()
+        self._numbering.place(held.last_event_id)
+        for event in held.events:
+            if isinstance(event.data, KvStored):
+                parent = event.data.parent_hash
+                chain = None if parent is None else self._chain(parent)
+                chains = self._chains_of(event.data, chain, wait=True)
+                self._tier(event.tier).put(event.data.block_hashes, chains)
+        self._find_parents()
+        for event in since:
+            if event.event_id > held.last_event_id:
+                self.apply(publisher_id, event, at_s)
+        self._evictions, self.stored_blocks = counts
+        return True
 
     def expire_gap(self, at_s: float) -> None:
         """Stop waiting for a gap that has been open for GAP_WAIT_S."""
@@ -248,16 +293,11 @@ class CacheMirror:
         self._complete = False
 
     def _store(self, event: KvEvent, stored: KvStored, late: bool, at_s: float) -> None:
-        parent, blocks, chain = stored.parent_hash, stored.block_hashes, None
-        if parent is not None:
-            chain = self._chain(parent)
-            self._orphans += chain is None
-        begins = parent is None or bool(chain)
-        chains = rolled(chain, stored.tokens_hashes) if begins else [UNKNOWN] * len(blocks)
+        blocks, parent = stored.block_hashes, stored.parent_hash
+        chain = None if parent is None else self._chain(parent)
+        self._orphans += parent is not None and chain is None
+        chains = self._chains_of(stored, chain, wait=self._gap_at_s is not None)
         if self._gap_at_s is not None:
-            if parent is not None and not begins:
-                lineage = zip((parent, *blocks), stored.tokens_hashes, strict=False)
-                self._parentless.update(zip(blocks, lineage, strict=True))
             chains_of = dict(zip(blocks, chains, strict=True))
             blocks = self._unsettled(event, blocks, late)
             chains = [chains_of[block] for block in blocks]
@@ -270,6 +310,19 @@ class CacheMirror:
             held.clear()
             self._overflows += 1
             self._complete = False
+
+    def _chains_of(self, stored: KvStored, chain: int | None, *, wait: bool) -> list[int]:
+        """Return the chain hash of each block.
+
+        Args:  chain: the parent's.  wait: where that is not known, it may come.
+        """
+        parent, blocks = stored.parent_hash, stored.block_hashes
+        if parent is None or chain:
+            return rolled(chain, stored.tokens_hashes)
+        if wait:
+            lineage = zip((parent, *blocks), stored.tokens_hashes, strict=False)
+            self._parentless.update(zip(blocks, lineage, strict=True))
+        return [UNKNOWN] * len(blocks)
 
     def _remove(self, event: KvEvent, removed: KvRemoved, late: bool, at_s: float) -> None:
         held = self._tier(event.tier)

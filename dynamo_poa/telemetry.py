@@ -64,6 +64,8 @@ STORE_UNREAD = "poa.store.unread"
 FRONTEND_UNREACHABLE = "poa.frontend.unreachable"
 HEARTBEAT_MISSED = "poa.heartbeat.missed"
 NOTICED = "poa.message.noticed"
+CACHES_ASKED = "poa.caches.asked"
+RESYNC_ENDED = "poa.resync.ended"
 
 # JavaScript and most JSON tools round beyond this.
 MAX_JSON_INT = 2**53

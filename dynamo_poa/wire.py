@@ -258,6 +258,17 @@ class KvEvent(msgspec.Struct, frozen=True):
     data: KvStored | KvRemoved | KvCleared
 
 
+class CacheHeld(msgspec.Struct, frozen=True):
+    """What a worker says its cache holds, when it is asked.
+
+    events:         `stored` ones, numbered anew; a parent may come after its children
+    last_event_id:  they are the cache as it was after this one of its events
+    """
+
+    events: tuple[KvEvent, ...]
+    last_event_id: int
+
+
 class KvMetrics(msgspec.Struct, frozen=True):
     """A worker's or a router's figures for one worker; None says nothing, least of all zero.
 
@@ -357,6 +368,19 @@ class _RouterEvent(msgspec.Struct, gc=False):
     event: _Event
 
 
+class _Dump(msgspec.Struct, gc=False):
+    events: list[_RouterEvent]
+    last_event_id: _Unsigned
+
+
+class _Whole(msgspec.Struct, gc=False, rename="pascal"):
+    tree_dump: _Dump
+
+
+class _Answer(msgspec.Struct, gc=False):
+    data: _Whole
+
+
 class _Scheduled(msgspec.Struct, gc=False):
     num_prefill_requests: _Unsigned
     sum_prefill_tokens: _Unsigned
@@ -388,6 +412,7 @@ class _Version(msgspec.Struct, gc=False):
 
 _decode_coefficients = msgspec.msgpack.Decoder(Coefficients).decode
 _decode_cards = msgspec.msgpack.Decoder(Cards).decode
+_decode_answer = msgspec.msgpack.Decoder(_Answer).decode
 _decode_envelope = msgspec.msgpack.Decoder(_Envelope).decode
 _decode_events = msgspec.msgpack.Decoder(list[_RouterEvent]).decode
 _decode_metrics = msgspec.msgpack.Decoder(KvMetrics).decode
@@ -506,6 +531,19 @@ def _kv_event(raw: _RouterEvent) -> KvEvent:
     else:
         raise WireError("payload", "kv-events: data must be one of stored, removed, cleared")
     return KvEvent(raw.worker_id, raw.event.dp_rank, raw.event.event_id, raw.storage_tier, data)
+
+
+def cache_held(body: bytes) -> CacheHeld:
+    """Read a worker's answer to being asked for the whole of its cache: the body of its data frame.
+
+    Raises:   WireError with reason `answer`: also when the worker says that it cannot tell.
+    Source:   measured on Dynamo 1.4.2: {"data": {"TreeDump": {"events": [...], "last_event_id": 17}}, ...}.
+    """
+    try:
+        dump = _decode_answer(body).data.tree_dump
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise WireError("answer", str(error)) from error
+    return CacheHeld(tuple([_kv_event(event) for event in dump.events]), dump.last_event_id)
 
 
 class _DisaggregatedEndpoint(msgspec.Struct, frozen=True):

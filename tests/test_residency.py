@@ -10,7 +10,7 @@ from dynamo_poa.ordering import REPLACED_S
 from dynamo_poa.prefixes import prefix_hashes, roll, rolled
 from dynamo_poa.residency import CAPACITY_FACTOR, GAP_WAIT_S, CacheMirror, CacheState
 from dynamo_poa.values import WorkerKey
-from dynamo_poa.wire import KvCleared, KvEvent, KvRemoved, KvStored, Tier
+from dynamo_poa.wire import CacheHeld, KvCleared, KvEvent, KvRemoved, KvStored, Tier
 
 PUBLISHER = 5
 
@@ -249,6 +249,82 @@ def test_whatever_the_order_of_arrival_the_mirror_ends_where_the_cache_did(seed:
     assert not mirror.state().approximate
 
 
+def test_a_mirror_asks_once_events_are_missed_for_good() -> None:
+    """Contract: re-synchronise; a gap that may close by itself is waited for, and one question is enough."""
+    mirror = CacheMirror(100)
+    assert mirror.asks is None
+    mirror.apply(PUBLISHER, stored(1, 1), 0.0)
+    assert mirror.asks is None
+    mirror.apply(PUBLISHER, stored(3, 3), 0.0)
+    assert mirror.asks is None
+    mirror.expire_gap(GAP_WAIT_S)
+    assert mirror.asks == PUBLISHER
+    mirror.ask()
+    assert mirror.asks is None
+    assert mirror.answer(PUBLISHER, None, 6.0) is False
+    assert mirror.asks == PUBLISHER
+
+
+def test_an_answer_and_the_events_since_make_the_mirror_whole() -> None:
+    """The answer is of the moment it was given at: what came later follows, what came before is in it."""
+    mirror = mirror_of(stored(50, 7, parent=6), stored(51, 8))
+    mirror.ask()
+    for event in (removed(52, 8), stored(53, 9, parent=7), removed(54, 2), stored(55, 4, parent=3)):
+        mirror.apply(PUBLISHER, event, 1.0)
+    counted = mirror.snapshot(WorkerKey(1, 0)).evicted, mirror.stored_blocks
+    # As of event 53, children before parents.
+    held = CacheHeld(
+        (stored(0, 9, parent=7), stored(1, 7, parent=6), stored(2, 6), stored(3, 2), stored(4, 3)), 53
+    )
+    assert mirror.answer(PUBLISHER, held, 2.0) is True
+    known = rolled(None, map(tokens_of, (6, 7, 9)))
+    beyond = rolled(None, map(tokens_of, (3, 4)))
+    assert chains_of(mirror) == {6: known[0], 7: known[1], 9: known[2], 3: beyond[0], 4: beyond[1]}
+    state = mirror.state()
+    assert (state.approximate, state.missing, state.duplicates, mirror.asks) == (False, 0, 0, None)
+    assert (mirror.snapshot(WorkerKey(1, 0)).evicted, mirror.stored_blocks) == counted
+    mirror.apply(PUBLISHER, stored(56, 5, parent=4), 3.0)
+    assert mirror.blocks() == {6, 7, 9, 3, 4, 5}
+    assert not mirror.state().approximate
+
+
+def test_an_empty_cache_is_an_answer() -> None:
+    """A worker that has stored nothing yet: its next event is its first."""
+    mirror = mirror_of(stored(3, 3))
+    mirror.ask()
+    assert mirror.answer(PUBLISHER, CacheHeld((), 3), 0.0) is True
+    assert mirror.state() == CacheState(resident_blocks=0, approximate=False)
+
+
+@pytest.mark.parametrize("why", ["older", "restarted", "cleared", "another", "unasked"])
+def test_an_answer_that_does_not_fit_what_was_heard_is_refused(why: str) -> None:
+    """Invariant: nothing certain is replaced by what may be older, or of another life."""
+    mirror = mirror_of(stored(50, 7))
+    if why != "unasked":
+        mirror.ask()
+    if why == "restarted":
+        mirror.apply(6, stored(9, 1), 0.0)
+    if why == "cleared":
+        mirror.empty()
+    before = mirror.blocks(), mirror.state()
+    held = CacheHeld((stored(0, 99),), 49 if why == "older" else 50)
+    assert mirror.answer(6 if why == "another" else PUBLISHER, held, 1.0) is False
+    assert (mirror.blocks(), mirror.state()) == before
+
+
+def test_a_gap_within_the_events_since_is_a_gap() -> None:
+    """An answer makes up for what was missed before it, not after."""
+    mirror = mirror_of(stored(50, 7))
+    mirror.ask()
+    mirror.apply(PUBLISHER, stored(53, 9), 1.0)
+    assert mirror.answer(PUBLISHER, CacheHeld((stored(0, 7),), 51), 2.0) is True
+    assert mirror.blocks() == {7, 9}
+    assert (mirror.state().approximate, mirror.asks) == (True, None)
+    mirror.apply(PUBLISHER, stored(52, 8), 2.5)
+    assert mirror.blocks() == {7, 8, 9}
+    assert not mirror.state().approximate
+
+
 class Engine:
     """A prefix cache as engines keep it: prompts over a tree of blocks, evicted from the leaves."""
 
@@ -331,3 +407,35 @@ def test_after_a_loss_no_block_claims_a_prefix_it_does_not_end(lost: int) -> Non
         block: truth[block] for block, chain in chains_of(mirror).items() if chain
     }
     assert mirror.state().approximate is (lost < 19)
+
+
+@settings(derandomize=True, max_examples=200, deadline=None)
+@given(seed=st_.integers(0, 10**6))
+def test_whatever_was_missed_an_answer_makes_the_mirror_exact(seed: int) -> None:
+    """Property: joined late or with losses, asked at any time, answered as of any later event."""
+    engine = Engine(seed)
+    asked = engine.chance.randrange(5, 12)
+    answered = engine.chance.randrange(asked, 20)
+    held = CacheHeld((), 0)
+    while len(engine.events) < 20:
+        if engine.chance.random() < 0.35:
+            engine.evict()
+        else:
+            engine.prompt()
+        if len(engine.events) == answered:
+            dump = [
+                stored(number, block, parent=parent)
+                for number, (block, (parent, _)) in enumerate(engine.held.items())
+            ]
+            engine.chance.shuffle(dump)
+            held = CacheHeld(tuple(dump), answered)
+    first = engine.chance.randrange(2, asked + 1)
+    before = [event for event in engine.events[first - 1 : asked - 1] if engine.chance.random() < 0.8]
+    mirror = mirror_of(*before, engine.events[asked - 1])
+    mirror.expire_gap(GAP_WAIT_S)
+    mirror.ask()
+    for event in engine.events[asked:]:
+        mirror.apply(PUBLISHER, event, 10.0)
+    assert mirror.answer(PUBLISHER, held, 11.0) is True
+    assert chains_of(mirror) == {block: chain for block, (_, chain) in engine.held.items()}
+    assert not mirror.state().approximate
