@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dynamo_poa.block_store import HashArray
-from dynamo_poa.residency import CacheSnapshot
+from dynamo_poa.cache_state import CacheSnapshot
 from dynamo_poa.values import WorkerCard
 
 MOST_COUNTED = 1_000_000  # blocks; measured: sorting those takes 0.1 s

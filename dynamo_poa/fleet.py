@@ -13,10 +13,11 @@ from functools import partial
 
 import msgspec
 
+from dynamo_poa.cache_state import CacheSnapshot
 from dynamo_poa.errors import WireError
 from dynamo_poa.load import Publisher, RankLoad, WorkerState
 from dynamo_poa.ordering import Place
-from dynamo_poa.residency import RELOAD_S, CacheMirror, CacheSnapshot
+from dynamo_poa.residency import RELOAD_S, CacheMirror
 from dynamo_poa.values import PoolLoad, Role, WorkerCard, WorkerKey
 from dynamo_poa.wire import (
     FORWARD_PASS_METRICS,

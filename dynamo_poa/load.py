@@ -13,8 +13,9 @@ from collections.abc import Callable
 
 import msgspec
 
+from dynamo_poa.cache_state import CacheState
 from dynamo_poa.ordering import Life, Numbering, Place, Speaker
-from dynamo_poa.residency import RELOAD_S, CacheMirror, CacheState
+from dynamo_poa.residency import RELOAD_S, CacheMirror
 from dynamo_poa.values import WorkerCard, WorkerKey
 from dynamo_poa.wire import ForwardPass, KvMetrics
 

@@ -28,12 +28,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from dynamo_poa.cache_state import CacheSnapshot
 from dynamo_poa.config import CachingConfig
 from dynamo_poa.copies import Rank, copies_of
 from dynamo_poa.coupling import CachingEstimate
 from dynamo_poa.demand_groups import PrefixGroup
 from dynamo_poa.games.caching import Placing, optimum, placement_cost, shared_hits
-from dynamo_poa.residency import CacheSnapshot
 from dynamo_poa.values import Role, WorkerKey, WorkerLatency
 
 ONE_WORKER = "fewer than 2 workers that compute prompts"

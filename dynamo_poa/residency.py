@@ -2,18 +2,15 @@
 
 Owns: the mirror of one rank's cache, per tier, and how far it can be trusted; which prefix each block ends.
 Does not own: which rank an event belongs to, or that a clear empties the worker's other ranks (fleet.py),
-              how a tier's blocks are kept (block_store.py), what is made of them (placement.py).
-Invariant: a late event never overrules a newer one; `approximate` is false only when every event since the
-           cache was empty has been applied; nothing of a rank's life before a restart is mixed into the next.
+              how a tier's blocks are kept (block_store.py), how a worker is asked what it holds (resync.py).
+Invariant: a late event never overrules a newer one; `approximate` is false only when every event has been
+           applied since the cache was empty or since the worker said what it holds (resync.py); nothing of a
+           rank's life before a restart is mixed into the next.
 Source: measured: replayed over recordings of the mock engine the mirror is exact; event ids start at 1.
 """
 
-from collections.abc import Callable, Mapping
-from functools import cached_property
-
-import msgspec
-
-from dynamo_poa.block_store import BlockStore, Evictions, HashArray
+from dynamo_poa.block_store import BlockStore, Evictions
+from dynamo_poa.cache_state import CacheSnapshot, CacheState
 from dynamo_poa.ordering import Life, Numbering, Place, Speaker
 from dynamo_poa.prefixes import UNKNOWN, roll, rolled
 from dynamo_poa.values import WorkerKey
@@ -27,76 +24,6 @@ CAPACITY_FACTOR = 4
 UNKNOWN_CAPACITY_BLOCKS = 65_536  # where the card does not give it
 MAX_SINCE = 65_536  # events kept while a worker is asked what it holds: minutes of them
 RELOAD_S = 30.0  # as PoaController.caching has it
-
-
-class CacheState(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of a rank's cache. Counts are since the rank appeared.
-
-    resident_blocks:  distinct blocks in the device tier; None before the first event or clear
-    lower_blocks:     the same for each other tier that holds any
-    approximate:      events were missed: from before our time, in a gap, or because a bound was hit
-    duplicates:       events taken before
-    missing:          events skipped that have not come
-    orphans:          stored events whose parent block is not known here; their blocks count all the same
-    unknown_removes:  removed blocks that were not known here
-    overflows:        times a tier was forgotten because it outgrew its bound
-    """
-
-    resident_blocks: int | None = None
-    lower_blocks: dict[str, int] = {}
-    approximate: bool = True
-    duplicates: int = 0
-    gaps_opened: int = 0
-    gaps_closed: int = 0
-    missing: int = 0
-    orphans: int = 0
-    unknown_removes: int = 0
-    overflows: int = 0
-
-
-class CacheSnapshot:
-    """A rank's cache at one instant, to be read in any thread. The arrays are made when first asked for.
-
-    chains:           chain hash of each block in the device tier (prefixes.py), unsorted; without the blocks
-                      whose beginning is not known, which no prefix can be found in
-    lower:            the same for each other tier that holds any
-    resident_blocks:  in the device tier, those too; None while the rank has said nothing of its cache
-    total_blocks:     capacity by the card
-    approximate:      as CacheState has it
-    evicted:          blocks evicted from the device tier since the rank appeared, as far as they were counted
-    reloaded:         those stored again within reload_s
-    """
-
-    def __init__(
-        self,
-        key: WorkerKey,
-        chains: HashArray | Callable[[], HashArray],
-        lower: Mapping[Tier, HashArray | Callable[[], HashArray]],
-        total_blocks: int | None,
-        approximate: bool,
-        evicted: int = 0,
-        reloaded: int = 0,
-        resident_blocks: int | None = None,
-    ) -> None:
-        """Take a snapshot; an array may be given as what makes it."""
-        self.key = key
-        self.total_blocks = total_blocks
-        self.approximate = approximate
-        self.evicted = evicted
-        self.reloaded = reloaded
-        self.resident_blocks = resident_blocks
-        self._chains = chains
-        self._lower = lower
-
-    @cached_property
-    def chains(self) -> HashArray:
-        """Return the chain hashes of the device tier."""
-        return self._chains() if callable(self._chains) else self._chains
-
-    @cached_property
-    def lower(self) -> dict[Tier, HashArray]:
-        """Return those of the other tiers."""
-        return {tier: held() if callable(held) else held for tier, held in self._lower.items()}
 
 
 class CacheMirror:

@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamo_poa import placement
+from dynamo_poa.cache_state import CacheSnapshot
 from dynamo_poa.config import CachingConfig
 from dynamo_poa.copies import Copies, copies_of
 from dynamo_poa.demand_groups import PrefixGroup
 from dynamo_poa.placement import Placements, instance, nodes_of
-from dynamo_poa.residency import CacheSnapshot
 from dynamo_poa.values import Curve, Role, WorkerCard, WorkerKey, WorkerLatency
 from dynamo_poa.wire import Tier
 

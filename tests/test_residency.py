@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st_
 
+from dynamo_poa.cache_state import CacheState
 from dynamo_poa.ordering import REPLACED_S
 from dynamo_poa.prefixes import prefix_hashes, roll, rolled
-from dynamo_poa.residency import CAPACITY_FACTOR, GAP_WAIT_S, CacheMirror, CacheState
+from dynamo_poa.residency import CAPACITY_FACTOR, GAP_WAIT_S, CacheMirror
 from dynamo_poa.values import WorkerKey
 from dynamo_poa.wire import CacheHeld, KvCleared, KvEvent, KvRemoved, KvStored, Tier
 

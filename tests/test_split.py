@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from dynamo_poa.advice import worth_it
+from dynamo_poa.cache_state import CacheState
 from dynamo_poa.config import SloConfig
 from dynamo_poa.coupling import AllocationEstimate, Attainment, Split
 from dynamo_poa.decisions import DecisionLog
@@ -25,7 +26,6 @@ from dynamo_poa.games.allocation import (
     price_of_anarchy,
 )
 from dynamo_poa.load import WorkerState
-from dynamo_poa.residency import CacheState
 from dynamo_poa.split import Game, gain, nearest, note_split, price_split, read_game
 from dynamo_poa.values import Curve, Role, WorkerCard, WorkerKey
 from dynamo_poa.wire import Chosen, DecisionBatch
