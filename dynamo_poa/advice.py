@@ -16,6 +16,9 @@ from dynamo_poa.coupling import Advice, AllocationEstimate, Split
 HOLD_S = 60.0
 GRACE_S = 15.0  # three looks by default: one that finds less, or nothing, does not begin the minute anew
 MIN_GAIN_FRAC = 0.02  # less is not worth moving a worker for
+NOISE_FRAC = (
+    0.005  # under this the interval reaches to nothing: of two splits that serve all, one is ahead by a hair
+)
 
 
 class AdviceState(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,7 +58,7 @@ def worth_it(allocation: AllocationEstimate) -> Advice | None:
     low, high = allocation.gain_low, allocation.gain_high
     if now is None or then is None or gain_frac is None or low is None or high is None:
         return None
-    if gain_frac < MIN_GAIN_FRAC or low <= 0:
+    if gain_frac < MIN_GAIN_FRAC or low < NOISE_FRAC:
         return None
     return Advice(now=now, then=then, gain_frac=gain_frac, gain_low=low, gain_high=high)
 

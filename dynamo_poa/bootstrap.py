@@ -3,8 +3,9 @@
 Owns: which parts of the series a resample is put together from, the interval that resampled figures give.
 Does not own: the series and the figure (estimator.py, split.py).
 Invariant: the same series gives the same interval on every run.
-Source: theory.md, Uncertainty; Politis and Romano 1992. Measured (tests/test_estimator.py): of windows of 60
-        whose neighbours correlate at 0.7 it covers nine in ten, at 0.9 three in four.
+Source: theory.md, Uncertainty; Politis and Romano 1992; Hesterberg 2015 (expanded percentiles). Measured
+        (tests/test_estimator.py): of windows of 60 whose neighbours correlate at 0.7, `interval` over long
+        blocks covers nine in ten, at 0.9 three in four.
 """
 
 import math
@@ -12,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import ndtri, stdtrit
+from scipy.special import ndtr, ndtri, stdtrit
 
 CONFIDENCE = 0.95
 SEED = 17  # any: it makes the interval the same on every run
@@ -22,7 +23,7 @@ Ints = NDArray[np.int64]
 
 
 class Blocks(NamedTuple):
-    """Blocks in a row, around the end to the start: each resample has `(resamples, k)` of them from `starts`."""
+    """Entries in a row, around the end to the start; `starts`: `(resamples, blocks)`."""
 
     n: int
     length: int
@@ -45,9 +46,25 @@ class Blocks(NamedTuple):
         low, high = figure + (np.quantile(resampled, [tail, 1 - tail]) - figure) * widening
         return float(low), float(high)
 
+    def percentiles(self, resampled: Floats) -> tuple[float, float]:
+        """Return the 95 % interval of a figure that is far from normal, such as a ratio near a cliff.
 
-def moving_blocks(n: int, resamples: int) -> Blocks:
-    """Return blocks of ceil(n^(2/3)) entries of a series of n, drawn with replacement."""
-    length = math.ceil(n ** (2 / 3))
+            tail = Phi(-t(blocks - 1) * sqrt(blocks / (blocks - 1)))        quantiles of the resamples at it
+
+        The same in whatever scale, and never beyond what a resample gave.
+        """
+        blocks = max(self.starts.shape[1], 2)
+        expanded = stdtrit(blocks - 1, (1 + CONFIDENCE) / 2) * math.sqrt(blocks / (blocks - 1))
+        tail = float(ndtr(-expanded))
+        low, high = np.quantile(resampled, [tail, 1 - tail])
+        return float(low), float(high)
+
+
+def moving_blocks(n: int, resamples: int, power: float = 2 / 3) -> Blocks:
+    """Return blocks of ceil(n^power) entries of a series of n, drawn with replacement.
+
+    Args:  power: 2/3 where neighbours are alike for long, 1/3 where they soon are not.
+    """
+    length = math.ceil(n**power)
     starts = np.random.default_rng(SEED).integers(0, n, size=(resamples, -(-n // length)))
     return Blocks(n, length, starts)

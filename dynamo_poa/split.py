@@ -10,7 +10,6 @@ Invariant: noting is cheap and copies what may change, pricing may take place in
 Source: theory.md, Γ_PD.
 """
 
-import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -149,9 +148,10 @@ def price_split(game: Game | str) -> AllocationEstimate:
     target = nearest(every, now, best)
     if target is None:
         return found
-    gain_frac = gain(now, target)
-    low, high = _interval(game, split, target.split, gain_frac)
-    return msgspec.structs.replace(found, target=target, gain_frac=gain_frac, gain_low=low, gain_high=high)
+    low, high = _interval(game, split, target.split)
+    return msgspec.structs.replace(
+        found, target=target, gain_frac=gain(now, target), gain_low=low, gain_high=high
+    )
 
 
 def nearest(every: Sequence[Attainment], now: Attainment, best: Attainment) -> Attainment | None:
@@ -178,21 +178,20 @@ def gain(now: Attainment, then: Attainment) -> float:
     return max(then.goodput_rps / now.goodput_rps, least) - 1
 
 
-def _interval(game: Game, now: Split, then: Split, found: float) -> tuple[float, float]:
+def _interval(game: Game, now: Split, then: Split) -> tuple[float, float]:
     """Return the 95 % interval of the gain over resampled arrivals; those without any say nothing.
 
-    Of the logarithm of 1 + gain: near capacity the gain of some resamples is tenfold, and what widens the
-    interval for want of blocks would otherwise take its lower end under 0, though none of them has a loss.
+    Arrivals of one second say little of those a few seconds later, so blocks are short. Near capacity the
+    gain grows tenfold within the noise of the rate: percentiles, for on no scale is that symmetric.
     """
-    blocks = moving_blocks(len(game.seconds), RESAMPLES)
+    blocks = moving_blocks(len(game.seconds), RESAMPLES, power=1 / 3)
     gains = []
     for which in range(RESAMPLES):
         seconds = game.seconds[blocks.rows(slice(which, which + 1))[0]]
         if seconds[:, REQUESTS].any():
             before, after = _price(game, _mix(seconds, game.output_tokens), [now, then])
             gains.append(gain(before, after))
-    low, high = blocks.interval(math.log1p(found), np.log1p(gains))
-    return math.expm1(low), math.expm1(high)
+    return blocks.percentiles(np.array(gains))
 
 
 def _price(game: Game, mix: Mix, splits: Sequence[Split]) -> tuple[Attainment, ...]:
