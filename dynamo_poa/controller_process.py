@@ -35,13 +35,14 @@ from dynamo_poa.params import ParamsPublisher, decode_heartbeat
 from dynamo_poa.placement import Placements
 from dynamo_poa.policies import make_policy, make_shadow
 from dynamo_poa.pricing import Pricer
+from dynamo_poa.resync import Resync
 from dynamo_poa.slow_games import SlowGames
 from dynamo_poa.split import note_split
 from dynamo_poa.telemetry import BusSink, LogSink, MetricsServer, configure_logging
 from dynamo_poa.tick import Settings
 from dynamo_poa.ttft import FrontendScraper
 from dynamo_poa.values import Role, Setting, WorkerCard, WorkerKey
-from dynamo_poa.wire import FORWARD_PASS_METRICS, KV_EVENTS, KV_METRICS, ForwardPass, subject
+from dynamo_poa.wire import FORWARD_PASS_METRICS, KV_EVENTS, KV_METRICS, CacheHeld, ForwardPass, subject
 
 log = structlog.get_logger()
 
@@ -176,7 +177,7 @@ class ControllerProcess:
             service = ControlService(loop, config.mode, clock)
             bus.respond(subject(common.namespace, "control"), service.answer)
             if await self._nats_came(bus):
-                directory.append(await self._workers(stack))
+                directory.append(await self._workers(stack, fleet))
                 await self._until_stopped(loop)
         log.info(telemetry.STOPPED)
 
@@ -233,9 +234,15 @@ class ControllerProcess:
                 log.warning(telemetry.WAITING, waiting_for="NATS", error=str(results[0]))
         return False
 
-    async def _workers(self, stack: AsyncExitStack) -> dynamo_host.WorkerDirectory:
+    async def _workers(self, stack: AsyncExitStack, fleet: Fleet) -> dynamo_host.WorkerDirectory:
         runtime = dynamo_host.open_runtime()
         stack.callback(runtime.shutdown)
+
+        async def ask(card: WorkerCard, key: WorkerKey, publisher_id: int) -> CacheHeld:
+            endpoint = self._common.worker_endpoint(card.role)
+            return await dynamo_host.cache_of(runtime, endpoint, key, publisher_id)
+
+        await stack.enter_async_context(Resync(fleet, ask, self._clock))
         endpoints = {role: self._common.worker_endpoint(role) for role in Role}
         if self._router.exposes_decode:
             endpoints[Role.DECODE] = self._common.router_endpoint(Role.DECODE)

@@ -38,6 +38,7 @@ from dynamo.replay import run_trace_replay
 from dynamo.runtime import DistributedRuntime
 
 from dynamo_poa.booking import PinnedBookings
+from dynamo_poa.cache_question import ask_cache
 from dynamo_poa.clock import Clock
 from dynamo_poa.config import CommonConfig, RouterConfig
 from dynamo_poa.errors import (
@@ -53,7 +54,7 @@ from dynamo_poa.errors import (
 from dynamo_poa.handover import of_the_other_leg
 from dynamo_poa.prefixes import prefix_hashes
 from dynamo_poa.values import Address, Booked, Candidate, Role, RouterParams, WorkerCard, WorkerKey
-from dynamo_poa.wire import MAX_CANDIDATES, card_from_mdc
+from dynamo_poa.wire import MAX_CANDIDATES, CacheHeld, card_from_mdc
 
 log = structlog.get_logger(__name__)
 
@@ -61,6 +62,7 @@ log = structlog.get_logger(__name__)
 DECODE_OVERRIDE = {"overlap_score_credit": 0.0, "assume_kv_reuse": False, "track_prefill_tokens": False}
 
 ADDRESSES_S = 0.25
+FIND_S = 2.0  # discovery has listed the worker already
 
 # The releases whose request plane the tests have seen (tests/integration, tests/compat): it is no public
 # interface, any other may differ.
@@ -505,6 +507,26 @@ class WorkerPool:
             if any(sign in str(error) for sign in _UNREACHABLE):
                 raise WorkerUnreachable(worker.worker_id, str(error)) from error
             raise
+
+
+async def cache_of(
+    runtime: DistributedRuntime, endpoint: str, key: WorkerKey, publisher_id: int
+) -> CacheHeld:
+    """Return what a worker says lies in the cache of one of its ranks.
+
+    Args:    endpoint: path of the one that serves requests.  publisher_id: of the rank's kv-events.
+    Raises:  WorkerUnreachable, also when it serves no such question; WireError.
+    """
+    try:
+        component = endpoint.rpartition(".")[0]
+        client = await runtime.endpoint(f"{component}.worker_kv_query_source_{publisher_id:x}").client()
+        async with asyncio.timeout(FIND_S):
+            await client.wait_for_instances()
+        transports = [at.transport for at in client.instances() if at.instance_id == key.worker_id]
+        address: str = next(at.address for at in transports if at.kind == "tcp")
+    except Exception as error:  # Dynamo raises plain Exception; nobody there, or not on tcp, is no address
+        raise WorkerUnreachable(key.worker_id, f"cache: {error!r}") from error
+    return await ask_cache(address, key)
 
 
 @functools.lru_cache(maxsize=65_536)  # prompts share their beginnings
