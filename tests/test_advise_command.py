@@ -233,6 +233,7 @@ def test_a_trace_is_advised_on_what_workers_of_that_speed_would_do(tmp_path: Pat
     assert shown.startswith(
         "asked      20.00 requests/s over 60 s, 900 prompt tokens, 900 uncached tokens, 50"
     )
+    assert "objectives TTFT 1 s, ITL 0.05 s" in shown
     assert "note       a prompt's prefix is cached where one cache as large as those of 1P has it" in shown
 
 

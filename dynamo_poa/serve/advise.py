@@ -47,6 +47,7 @@ class Advised(msgspec.Struct, frozen=True, kw_only=True):
     """The answer: what was asked, what splits give, and the change that is better beyond noise, if one is."""
 
     source: str
+    slo: SloConfig
     asked: Asked
     allocation: AllocationEstimate
     advice: Advice | None
@@ -144,6 +145,7 @@ def _answer(
     allocation = price_split(read_game(cards, curves, seconds, output_tokens, slo))
     return Advised(
         source=source,
+        slo=slo,
         asked=Asked(
             seconds=len(seconds),
             rps=requests / len(seconds) if len(seconds) else 0.0,

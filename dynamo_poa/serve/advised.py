@@ -59,6 +59,7 @@ def advised_view(found: Advised) -> RenderableType:
     )
     return Group(
         Text(f"asked      {number(asked.rps, 2)} requests/s over {asked.seconds} s{tokens}"),
+        Text(f"objectives TTFT {found.slo.ttft_s:g} s, ITL {found.slo.itl_s:g} s"),
         *_parts(found.allocation, found.advice),
         *(Text(f"note       {note}") for note in found.notes),
     )

@@ -1,7 +1,6 @@
 """The split of a running graph: priced beside the ticks, told by `dynamo-poa advise`."""
 
 import asyncio
-import os
 import sys
 
 import pytest
@@ -30,13 +29,7 @@ async def test_the_split_of_a_running_graph_is_priced_and_told() -> None:
         assert (record.poa_advice, record.failed_ticks) == (None, 0)
         process = await asyncio.create_subprocess_exec(
             *PROGRAM,
-            *(
-                "advise",
-                "--nats",
-                os.environ.get("NATS_SERVER", graph.nats_url),
-                "--namespace",
-                graph.namespace,
-            ),
+            *("advise", "--nats", graph.bus.url, "--namespace", graph.namespace),
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
         )
