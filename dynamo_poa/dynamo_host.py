@@ -616,6 +616,7 @@ def replay_trace(
     engine: Mapping[str, Any],
     router: Mapping[str, float] | None,
     users: int | None,
+    prefill_engine: Mapping[str, Any] | None = None,
 ) -> None:
     """Run a trace through Dynamo's simulator, in virtual time, and write a JSON record of each request.
 
@@ -624,10 +625,12 @@ def replay_trace(
     Args:     trace: Mooncake JSONL.  workers: either aggregated ones or prefill and decode.
               engine: MockEngineArgs of every worker.  router: KvRouterConfig's values; None: round-robin.
               users: of a closed loop; None: the trace's own times.
+              prefill_engine: MockEngineArgs that prefill workers have instead.
     Raises:   ReplayError with what Dynamo said.
     """
     try:
-        args = {role: MockEngineArgs(**engine, worker_type=role.value) for role in workers}
+        of_role = {Role.PREFILL: {**engine, **(prefill_engine or {})}}
+        args = {role: MockEngineArgs(**of_role.get(role, engine), worker_type=role.value) for role in workers}
         run_trace_replay(
             trace,
             extra_engine_args=args.get(Role.AGGREGATED),

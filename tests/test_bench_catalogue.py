@@ -31,10 +31,10 @@ def slots(cells: tuple[Cell, ...], engine: str) -> Iterator[tuple[Cell, ...]]:
 
 
 def test_the_suites_are_those_of_the_issue() -> None:
-    """And one for live graphs under every workload, the splits of 8 alone, which have a budget, and ω's."""
+    """And one for live graphs under every workload, the splits of 8 alone, which have a budget, two games."""
     assert set(ALL) == {
         *("paper-1", "paper-2", "paper-3", "paper-4"),
-        *("splits", "splits-8", "hetero", "workloads", "workloads-live", "caching", "smoke"),
+        *("splits", "splits-8", "hetero", "workloads", "workloads-live", "caching", "allocation", "smoke"),
     }
 
 
@@ -62,7 +62,7 @@ def test_every_cell_is_there_once_and_can_be_run_by_its_engine(
 
 
 @pytest.mark.parametrize(
-    "name", sorted(set(ALL) - {"smoke", "hetero", "splits", "splits-8", "paper-4", "caching"})
+    "name", sorted(set(ALL) - {"smoke", "hetero", "splits", "splits-8", "paper-4", "caching", "allocation"})
 )
 def test_each_workload_meets_every_policy_its_engine_offers(
     cells: dict[str, tuple[Cell, ...]], name: str

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from dynamo_poa.bench.suites import affinity, baselines, profiles, runner, variants
+from dynamo_poa.bench.suites import affinity, allocation, baselines, profiles, runner, variants
 from dynamo_poa.bench.suites.cells import Cell, Fleet, Phase, Policy
 from dynamo_poa.bench.suites.variants import LIVE_CONTENT, LIVE_FLEET, live_fleet
 from dynamo_poa.errors import ConfigError
@@ -303,6 +303,10 @@ def _caching(name: str, options: Options) -> Iterator[Cell]:
     yield from affinity.cells(name, options.seeds)
 
 
+def _allocation(name: str, options: Options) -> Iterator[Cell]:
+    yield from allocation.cells(name, options.seeds, Path(options.trace).parent if options.trace else None)
+
+
 def _smoke(name: str, options: Options) -> Iterator[Cell]:
     loads = [(Zipf(), Closed(users=users)) for users in (32, 256)]
     yield from _cross(name, "replay", [_equal(2, 4), _equal(0, 6)], loads, options.seeds, requests=500)
@@ -327,6 +331,12 @@ SUITES = {
         Suite("workloads", "replay", "every workload; --trace adds one of your own", _workloads),
         Suite("workloads-live", "live", "every workload on live graphs", _workloads_live),
         Suite("caching", "live", "what caches hold when ω falls, static; no other policy", _caching),
+        Suite(
+            allocation.SUITE,
+            "replay",
+            "every split of 8 workers, kv alone; --trace adds Mooncake's two in its folder",
+            _allocation,
+        ),
         Suite("smoke", "replay, live", "three minutes: whether the bench works", _smoke),
     )
 }

@@ -15,6 +15,7 @@ from typing import Literal
 import msgspec
 
 from dynamo_poa.bench.report import Machine
+from dynamo_poa.config import SloConfig
 from dynamo_poa.errors import PoaError
 from dynamo_poa.workloads.arrivals import Load
 from dynamo_poa.workloads.synthetic import Content
@@ -64,6 +65,7 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
     """The workers and what stands before them.
 
     prefill, decode:  workers; `prefill` = 0: `decode` aggregated ones
+    prefill_at_once:  prompts that a prefill worker takes at a time; 0: as many as `max_num_seqs`
     speedup:          of the mock engine over the GPU it simulates
     profile:          name of a timing profile (profiles/), empty for the engine's own timing
     host_blocks:      KV blocks of the host tier; 0 for none
@@ -84,6 +86,7 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
     stall: Stall | None = None
     routers: int = 1
     replica_sync: bool = False
+    prefill_at_once: int = 0
 
     @property
     def topology(self) -> str:
@@ -107,6 +110,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
                that adapt learn in it, and all others have it too
     warm_up_s, seconds:  of live load before and while it is measured; of a closed loop or an open one
     phases:    instead of `load` and `seconds`, where the load changes while it is measured (live)
+    slo:       objectives that requests are counted by (replay)
     """
 
     suite: str
@@ -121,14 +125,19 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     warm_up_s: float = 0.0
     seconds: float = 0.0
     phases: tuple[Phase, ...] = ()
+    slo: SloConfig | None = None
 
     @property
     def id(self) -> str:
-        """Return the same few letters for the same cell, now and after a restart."""
+        """Return the same few letters for the same cell, now, after a restart and in later versions."""
         as_read = msgspec.json.decode(
             msgspec.json.encode(self), type=Cell
         )  # 1 is then 1.0 where a float is due
-        return hashlib.sha256(msgspec.json.encode(as_read, order="sorted")).hexdigest()[:16]
+        fields = msgspec.to_builtins(as_read)
+        for of, name in ((fields, "slo"), (fields["fleet"], "prefill_at_once")):  # not there from the start
+            if not of[name]:
+                del of[name]
+        return hashlib.sha256(msgspec.json.encode(fields, order="sorted")).hexdigest()[:16]
 
     @property
     def pair(self) -> str:

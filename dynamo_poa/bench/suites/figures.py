@@ -5,12 +5,16 @@ Does not own: how a request was timed (replayed.py, live_client.py).
 Invariant: a request that failed counts as failed and in nothing else; what is not known is absent, never NaN.
 """
 
+import operator
 from collections.abc import Iterable, Sequence
 
 import msgspec
 import numpy as np
 
 from dynamo_poa.bench.report import MeasurementError
+from dynamo_poa.config import SloConfig
+
+WARM_UP_FRAC = 0.25  # of the requests, before attainment is counted
 
 
 class Served(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,6 +59,29 @@ def figures_of(requests: Sequence[Served], seconds: float) -> dict[str, float]:
     figures["requests"] = float(len(answered))
     figures["failed"] = float(len(requests) - len(answered))
     return figures
+
+
+def attained_figures(requests: Sequence[tuple[float, Served]], slo: SloConfig) -> dict[str, float]:
+    """Return the shares of requests within either objective, and goodput: requests a second within both.
+
+    Of those that came after the first WARM_UP_FRAC of them: before, queues are still empty, or all users of
+    a closed loop ask at once. One of a single token has no time between tokens and is within that objective.
+
+    Args:     requests: when each came, in seconds, and how it fared.
+    Raises:   MeasurementError when they all came at once: there is no rate.
+    """
+    ordered = sorted(requests, key=lambda one: one[0])
+    measured = ordered[int(len(ordered) * WARM_UP_FRAC) :]
+    seconds = measured[-1][0] - measured[0][0] if measured else 0.0
+    if seconds <= 0:
+        raise MeasurementError(f"{len(measured)} requests came in {seconds:g} s: no rate")
+    ttft = [one.ok and one.ttft_s <= slo.ttft_s for _, one in measured]
+    itl = [one.ok and (one.itl_s is None or one.itl_s <= slo.itl_s) for _, one in measured]
+    return {
+        "goodput_rps": sum(map(operator.and_, ttft, itl)) / seconds,
+        "ttft_frac": sum(ttft) / len(measured),
+        "itl_frac": sum(itl) / len(measured),
+    }
 
 
 def _spread(name: str, values_s: Iterable[float]) -> dict[str, float]:

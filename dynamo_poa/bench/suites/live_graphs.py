@@ -118,7 +118,10 @@ def _workers(fleet: Fleet) -> Iterator[str]:
     for section, (role, count) in pools.items():
         yield f"{section}.workers={count}"
         yield f"{section}.per_process={count}"
-        yield f"{section}.args={_value(_engine_flags(fleet))}"
+        flags = _engine_flags(fleet)
+        if role == "prefill" and fleet.prefill_at_once:
+            flags["max-num-seqs"] = fleet.prefill_at_once
+        yield f"{section}.args={_value(flags)}"
         factors = {slow.number: slow.factor for slow in fleet.slow if slow.role == role}
         if fleet.stall and fleet.stall.role == role:  # flags of its own, so that its process is its own
             factors.setdefault(fleet.stall.number, 1.0)

@@ -37,7 +37,7 @@ from dynamo_poa import dynamo_host
 from dynamo_poa.bench.report import MeasurementError
 from dynamo_poa.bench.suites import profiles
 from dynamo_poa.bench.suites.cells import Cell, Fleet, Policy, Result
-from dynamo_poa.bench.suites.figures import Served, figures_of
+from dynamo_poa.bench.suites.figures import Served, attained_figures, figures_of
 from dynamo_poa.errors import ConfigError, ReplayError
 from dynamo_poa.telemetry import configure_logging
 from dynamo_poa.values import Role
@@ -50,8 +50,12 @@ _PR_SET_PDEATHSIG = 1
 MODES = ("kv", "round-robin", "random")
 
 
-class _Record(msgspec.Struct, frozen=True):
-    """What Dynamo writes of one request, as far as it is read; times are null of what it refused."""
+class Record(msgspec.Struct, frozen=True):
+    """What Dynamo writes of one request, as far as it is read; times are null of what it refused.
+
+    *_admit_ms:      when either worker began with it, disaggregated
+    source_held_ms:  when its prompt was computed, disaggregated
+    """
 
     terminal_status: str
     arrival_time_ms: float
@@ -64,6 +68,9 @@ class _Record(msgspec.Struct, frozen=True):
     reused_input_tokens: int
     prefill_worker_idx: int | None
     decode_worker_idx: int | None
+    prefill_admit_ms: float | None = None
+    source_held_ms: float | None = None
+    decode_admit_ms: float | None = None
 
     @property
     def served(self) -> Served:
@@ -130,11 +137,14 @@ def run(cell: Cell) -> Result:
     picks: dict[str, int] = {}
     reason = ""
     try:
-        records = _records(cell)
-        first_ms = min(record.arrival_time_ms for record in records)
-        last_ms = max(record.terminal_time_ms or first_ms for record in records)
-        figures = figures_of([record.served for record in records], (last_ms - first_ms) / 1000)
-        picks = _picks(records, cell.fleet)
+        told = records(cell)
+        first_ms = min(record.arrival_time_ms for record in told)
+        last_ms = max(record.terminal_time_ms or first_ms for record in told)
+        figures = figures_of([record.served for record in told], (last_ms - first_ms) / 1000)
+        if cell.slo is not None:
+            arrivals = [(record.arrival_time_ms / 1000, record.served) for record in told]
+            figures |= attained_figures(arrivals, cell.slo)
+        picks = _picks(told, cell.fleet)
     except (ReplayError, MeasurementError) as error:
         reason = str(error)
     return Result(
@@ -194,7 +204,11 @@ def _end(*_: object) -> None:
     os._exit(1)  # an exception would only end the job
 
 
-def _records(cell: Cell) -> list[_Record]:
+def records(cell: Cell) -> list[Record]:
+    """Return what Dynamo tells of each request.
+
+    Raises:  ReplayError with what Dynamo said, MeasurementError when it did not tell all.
+    """
     block_tokens = stream.block_tokens_of(cell.content, cell.fleet.block_tokens)
     source, asked = _trace_file(cell.content, cell.load, cell.seed, cell.requests, block_tokens)
     target = source.with_suffix(".records")
@@ -206,16 +220,17 @@ def _records(cell: Cell) -> list[_Record]:
         engine=engine_args(cell.fleet),
         router=router_config(cell.policy),
         users=cell.load.users if isinstance(cell.load, Closed) else None,
+        prefill_engine={"max_num_seqs": at_once} if (at_once := cell.fleet.prefill_at_once) else None,
     )
     try:
         with target.open("rb") as file:
-            decode = msgspec.json.Decoder(_Record).decode
-            records = [decode(line) for line in file]
+            decode = msgspec.json.Decoder(Record).decode
+            told = [decode(line) for line in file]
     except msgspec.MsgspecError as error:  # another Dynamo, or no room for all of it
         raise MeasurementError(f"a record of Dynamo's cannot be read: {error}") from error
-    if len(records) != asked:
-        raise MeasurementError(f"Dynamo told of {len(records)} requests, not of all {asked} that were asked")
-    return records
+    if len(told) != asked:
+        raise MeasurementError(f"Dynamo told of {len(told)} requests, not of all {asked} that were asked")
+    return told
 
 
 @functools.lru_cache(maxsize=1)  # cells of one workload come one after another
@@ -269,7 +284,7 @@ def router_config(policy: Policy) -> dict[str, float] | None:
     }
 
 
-def _picks(records: list[_Record], fleet: Fleet) -> dict[str, int]:
+def _picks(records: list[Record], fleet: Fleet) -> dict[str, int]:
     """Return how often each worker was chosen, also those that never were."""
     prefills = Counter(record.prefill_worker_idx for record in records)
     decodes = Counter(record.decode_worker_idx for record in records)

@@ -326,9 +326,10 @@ def _worker(fleet: Fleet) -> tuple[str, ...]:
     if stall := fleet.stall:
         odd.append(f"{stall.role}-{stall.number} stalls {stall.stall_s:g} s in {stall.period_s:g}")
     timing = fleet.profile or "the engine's own"
+    at_once = f", of prompts {fleet.prefill_at_once}" if fleet.prefill_at_once else ""
     return (
         f"{timing}, speed {fleet.speedup:g}",
-        f"{fleet.max_num_batched_tokens:,} tokens, {fleet.max_num_seqs:,} requests",
+        f"{fleet.max_num_batched_tokens:,} tokens, {fleet.max_num_seqs:,} requests{at_once}",
         f"{fleet.kv_blocks:,} blocks of {fleet.block_tokens} tokens",
         f"{fleet.host_blocks:,} blocks" if fleet.host_blocks else UNKNOWN,
         f"{fleet.routers}" + " synchronised" * fleet.replica_sync,
