@@ -29,6 +29,7 @@ from dynamo_poa.bench import (
     relay,
     residency,
     snapshot,
+    splits,
     swap,
     tick,
 )
@@ -56,6 +57,7 @@ class Lengths(msgspec.Struct, frozen=True, kw_only=True):
     client_s: float = 15.0
     requests: int = growth.JUDGED
     decisions: int = 60
+    splits: int = 40
     placements: int = 12
     resident_blocks: int = 10_000_000
 
@@ -75,6 +77,7 @@ QUICK = Lengths(
     client_s=5.0,
     requests=10_000,
     decisions=20,
+    splits=10,
     placements=3,
     resident_blocks=1_000_000,
 )
@@ -93,6 +96,7 @@ FIGURES: dict[str, Measurement] = {
     "snapshot": lambda lengths, say: snapshot.measure(lengths.snapshots, say),
     "placement": lambda lengths, say: placement.measure(lengths.placements, say),
     "decide": lambda lengths, say: decide.measure(lengths.decisions, say),
+    "splits": lambda lengths, say: splits.measure(lengths.splits, say),
     "residency": lambda lengths, say: residency.measure(lengths.resident_blocks, say),
     "client": lambda lengths, say: client.measure(lengths.client_s, say),
     "detection": lambda lengths, say: detection.measure(lengths.steady_minutes, lengths.seeds, say),

@@ -272,12 +272,13 @@ def _weighed(chances: Floats, rates: Floats) -> Floats:
 
 
 def _rest(others: Floats, think_s: float, decode: Decode, workers: Floats) -> tuple[Floats, Floats]:
-    """Return how many of the others decode, and the rate at which they come back: found by bisection."""
-    low, high = np.zeros_like(others), others.copy()
-    for _ in range(_ROUNDS if think_s > 0 else 0):
-        middle = (low + high) / 2
-        thinking = decode.rate_rps(workers, np.maximum(middle, _TINY)) * think_s
-        too_many = middle + thinking > others
-        high, low = np.where(too_many, middle, high), np.where(too_many, low, middle)
-    there = high
-    return there, np.where(others > 0, decode.rate_rps(workers, np.maximum(there, _TINY)), 0.0)
+    """Return how many of the others decode, and the rate at which they come back.
+
+    others = there + rate(there) * think_s        read backwards, from a table
+    """
+    there = others
+    if think_s > 0:
+        known = np.sort(others, axis=1)
+        needed = known + decode.rate_rps(workers, known) * think_s
+        there = np.stack([np.interp(*row) for row in zip(others, needed, known, strict=True)])
+    return there, decode.rate_rps(workers, there)
