@@ -160,7 +160,7 @@ class Evictions:
     reloaded:  those stored again within reload_s
     """
 
-    __slots__ = ("_at_s", "_batches", "_most", "_reload_s", "_waiting", "counted", "reloaded")
+    __slots__ = ("_at_s", "_blocks", "_instants", "_most", "_reload_s", "_sizes", "counted", "reloaded")
 
     def __init__(self, reload_s: float, capacity_blocks: int) -> None:
         self.counted = 0
@@ -168,17 +168,21 @@ class Evictions:
         self._reload_s = reload_s
         self._most = min(capacity_blocks, MAX_EVICTIONS)
         self._at_s: dict[int, float] = {}
-        self._batches: deque[tuple[float, list[int]]] = deque()
-        self._waiting = 0  # blocks in the batches, with those that have come back
+        # Each eviction's instant, its size, and all blocks in a row, with those that have come back: numbers
+        # only, as containers that live for long would make the garbage collector run.
+        self._instants: deque[float] = deque()
+        self._sizes: deque[int] = deque()
+        self._blocks: deque[int] = deque()
 
     def evicted(self, blocks: list[int], at_s: float) -> None:
         """Remember an eviction."""
         self._forget(at_s - self._reload_s)
-        if not blocks or self._waiting + len(blocks) > self._most:
+        if not blocks or len(self._blocks) + len(blocks) > self._most:
             return
         self.counted += len(blocks)
-        self._waiting += len(blocks)
-        self._batches.append((at_s, blocks))
+        self._instants.append(at_s)
+        self._sizes.append(len(blocks))
+        self._blocks.extend(blocks)
         self._at_s.update(dict.fromkeys(blocks, at_s))
 
     def stored(self, blocks: Sequence[int], at_s: float) -> None:
@@ -192,15 +196,14 @@ class Evictions:
 
     def clear(self) -> None:
         """Forget what was evicted; the counts stay."""
-        self._at_s.clear()
-        self._batches.clear()
-        self._waiting = 0
+        for kept in (self._at_s, self._instants, self._sizes, self._blocks):
+            kept.clear()
 
     def _forget(self, before_s: float) -> None:
-        while self._batches and self._batches[0][0] < before_s:
-            at_s, blocks = self._batches.popleft()
-            self._waiting -= len(blocks)
-            for block in blocks:
+        while self._instants and self._instants[0] < before_s:
+            at_s = self._instants.popleft()
+            for _ in range(self._sizes.popleft()):
+                block = self._blocks.popleft()
                 if self._at_s.get(block) == at_s:
                     del self._at_s[block]
 

@@ -111,9 +111,9 @@ def test_evictions_beyond_what_is_remembered_are_not_counted_at_all() -> None:
     evictions.evicted([4, 5], 1.0)
     evictions.stored((1, 2, 3, 4, 5), 2.0)
     evictions.evicted([1, 2], 3.0)
-    assert (evictions.counted, evictions.reloaded, evictions._waiting) == (3, 3, 3)
+    assert (evictions.counted, evictions.reloaded, len(evictions._blocks)) == (3, 3, 3)
     evictions.evicted([6, 7], 31.0)
-    assert (evictions.counted, evictions._waiting, len(evictions._at_s)) == (5, 2, 2)
+    assert (evictions.counted, len(evictions._blocks), len(evictions._at_s)) == (5, 2, 2)
     many = Evictions(30.0, 10**9)
     many.evicted(list(range(MAX_EVICTIONS + 1)), 0.0)
     assert many.counted == 0
