@@ -273,10 +273,14 @@ class LiveGraph:
             if process.startswith("router"):
                 await self.metrics_until(process, _serves_nothing, within_s)
         await self.until(lambda record: record.in_flight == 0, within_s)  # a tick later: batches have come
-        await eventually(
-            lambda: not any(count for (_, worker, _), count in self.booked.items() if worker != gone),
-            within_s,
-        )
+        try:
+            await eventually(lambda: not self._still_booked(gone), within_s)
+        except AssertionError:
+            print("still booked, by publisher, worker and rank:", self._still_booked(gone))
+            raise
+
+    def _still_booked(self, gone: int | None) -> dict[tuple[int, int, int], int]:
+        return {of: count for of, count in self.booked.items() if count and of[1] != gone}
 
     @asynccontextmanager
     async def held_down(self, process: str) -> AsyncIterator[None]:
