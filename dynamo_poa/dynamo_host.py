@@ -68,8 +68,16 @@ FIND_S = 2.0  # discovery has listed the worker already
 # interface, any other may differ.
 RELAY_TESTED = ("1.4.2", "1.6.1")
 
-# Plain `Exception`s whose text says that the worker could not be reached at all. Source: measured.
-_UNREACHABLE = ("Connection refused", "Connection reset", "CannotConnect", "Broken pipe", "not found in")
+# Plain `Exception`s whose text says that the worker could not be reached, or died before its first chunk.
+# Source: measured, killing workers.
+_UNREACHABLE = (
+    "Connection refused",
+    "Connection reset",
+    "CannotConnect",
+    "Broken pipe",
+    "not found in",
+    "Stream ended before generation completed",
+)
 
 
 def open_runtime() -> DistributedRuntime:

@@ -193,19 +193,21 @@ def test_a_prompt_that_cannot_be_hashed_has_no_prefixes() -> None:
 
 
 class Client:
-    def __init__(self, error: str | None, chunks: int = 2) -> None:
-        self._error, self._chunks = error, chunks
+    def __init__(self, error: str | None, chunks: int = 2, *, late: bool = False) -> None:
+        self._error, self._chunks, self._late = error, chunks, late
         self.request: dict[str, Any] = {}
 
     async def direct(self, request: dict[str, Any], worker_id: int, *, annotated: bool, context: Any) -> Any:
         self.request = request
-        if self._error:
+        if self._error and not self._late:
             raise Exception(self._error)  # what Dynamo raises
         return self._stream()
 
     async def _stream(self) -> Any:
         for number in range(self._chunks):
             yield {"token_ids": [number]}
+        if self._late:
+            raise ValueError(self._error)  # likewise, of a worker that was killed
 
 
 async def test_the_rank_travels_with_the_request_and_the_first_chunk_is_awaited() -> None:
@@ -224,6 +226,7 @@ async def test_the_rank_travels_with_the_request_and_the_first_chunk_is_awaited(
     [
         Client("Connection refused (os error 111)"),
         Client("CannotConnect: Worker generate() failed before response stream"),
+        Client("Disconnected: Stream ended before generation completed", chunks=0, late=True),
         Client(None, chunks=0),
     ],
 )
