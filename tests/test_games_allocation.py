@@ -251,6 +251,34 @@ def test_a_worker_more_never_harms_its_own_pool(
         assert more_decode.itl_frac >= now.itl_frac - 0.01
 
 
+@given(
+    exponents=st.lists(st.floats(-1, 1), min_size=7, max_size=7),
+    users=st.integers(0, 20_000),
+    seqs=st.sampled_from((1, 256)),
+)
+def test_whatever_is_asked_the_answer_is_a_share(exponents: list[float], users: int, seqs: int) -> None:
+    """Rates, lengths and speeds over several powers of ten: shares in [0, 1], no warning, nothing diverges."""
+    rate, tokens, output, think, token, iteration, kv = (10.0**exponent for exponent in exponents)
+    asked = mix(
+        arrival_rps=0.0 if users else 1e3 * rate**3,
+        users=users,
+        think_s=think if users else 0.0,
+        uncached_tokens=1e3 * tokens**2,
+        uncached_squared=1e6 * tokens**4 * (1 + think),
+        context_tokens=1e3 * tokens**2,
+        context_squared=1e6 * tokens**4 * (1 + token),
+        output_tokens=1 + 100 * output**2,
+    )
+    curve = Curve(
+        prefill_token_s=1e-5 * token**2, decode_base_s=1e-3 * iteration**2, decode_kv_token_s=1e-7 * kv**2
+    )
+    pool = Pool(curve=curve, limits=PoolLimits(max_num_seqs=seqs, kv_tokens=1e5 * kv))
+    for one in every_split(asked, Pools(prefill=pool, decode=pool), SLO, 6):
+        assert 0 <= one.ttft_frac <= 1 + 1e-9
+        assert 0 <= one.itl_frac <= 1 + 1e-9
+        assert 0 <= one.goodput_rps < math.inf
+
+
 def queues_capacity(asked: Mix, prefill: int) -> float:
     """Return what so many prefill workers get done a second."""
     return prefill / (PREFILL.prefill_base_s + PREFILL.prefill_token_s * asked.uncached_tokens)

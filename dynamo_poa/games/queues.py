@@ -144,7 +144,7 @@ def opened(
     # What varies by more about the same mean: (rate / n) ** theta alone would move it by half of the excess.
     done = decode.rate_rps(beside, np.maximum(requests + (decode.spread - 1) / 2, _TINY))
     over = (passed >= decode.most_rps(beside)) & (requests > beside * decode.most)
-    chances = _chances(np.log(passed / done), requests, requests > 0, 1 / decode.spread, over)
+    chances = _chances(_log(passed) - _log(done), requests, requests > 0, 1 / decode.spread, over)
     running = _weighed(chances, decode.rate_rps(beside, requests))
     delay_s = decode.delay_s(beside, requests)
     blind = _blind(delay_s, running, prefill)
@@ -153,7 +153,7 @@ def opened(
     prompts = _steps(usual, rate, most, horizon_s, prefill.spread)
     done = prefill.rate_rps(workers, np.maximum(prompts, _TINY), blind)
     queued = prompts > workers
-    arriving = _chances(np.log(rate / done), prompts, queued, 1 / prefill.spread, (rate >= most) & queued)
+    arriving = _chances(_log(rate) - _log(done), prompts, queued, 1 / prefill.spread, (rate >= most) & queued)
     varies_s = np.zeros_like(requests)  # what they hold makes their number vary here, see `spread`
     return Populations(rate[:, 0], prompts, arriving, requests, running, varies_s, delay_s, blind)
 
@@ -174,7 +174,7 @@ def closed(
     blind = np.zeros_like(workers)
     for _ in range(2):  # who is blind depends on how many decode, a little
         done = prefill.rate_rps(workers, np.maximum(prompts, _TINY), blind)
-        ratios = np.log(np.maximum(into, _TINY) / done)
+        ratios = _log(into) - _log(done)
         chances = _chances(ratios, prompts, prompts > workers, 1 / prefill.spread, prompts < 0)
         running = _weighed(chances, births)
         blind = _blind(delay_s, running, prefill)
@@ -263,6 +263,11 @@ def _chances(
     chances: Floats = np.exp(logs - logs.max(axis=1, keepdims=True))
     chances /= chances.sum(axis=1, keepdims=True)
     return chances
+
+
+def _log(rate_rps: Floats) -> Floats:
+    logs: Floats = np.log(np.maximum(rate_rps, _TINY))
+    return logs
 
 
 def _weighed(chances: Floats, rates: Floats) -> Floats:
