@@ -257,7 +257,7 @@ def test_a_worker_more_never_harms_its_own_pool(
     seqs=st.sampled_from((1, 256)),
 )
 def test_whatever_is_asked_the_answer_is_a_share(exponents: list[float], users: int, seqs: int) -> None:
-    """Rates, lengths and speeds over several powers of ten: shares in [0, 1], no warning, nothing diverges."""
+    """Rates, lengths and speeds over several powers of ten: shares in [0, 1], and no warning."""
     rate, tokens, output, think, token, iteration, kv = (10.0**exponent for exponent in exponents)
     asked = mix(
         arrival_rps=0.0 if users else 1e3 * rate**3,
