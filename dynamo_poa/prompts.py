@@ -16,7 +16,7 @@ from dynamo_poa.values import Role
 from dynamo_poa.wire import Chosen
 
 Floats = NDArray[np.float64]
-# Columns: requests; prompt tokens they had to compute where they were sent, and squared; all their prompt tokens
+# Columns: requests; prompt tokens they had to compute where they were sent, and squared; all prompt tokens
 REQUESTS, UNCACHED, UNCACHED_SQUARED, PROMPT = range(4)
 _COLUMNS = 4
 
@@ -38,7 +38,7 @@ class PromptWindow:
             self._since = second
         if not self._seconds or self._seconds[-1][0] != second:
             self._seconds.append((second, [0.0] * _COLUMNS))
-        uncached = float(max(event.prompt_tokens - event.cached_tokens, 1))  # the last token always is computed
+        uncached = float(max(event.prompt_tokens - event.cached_tokens, 1))  # the last token always is
         sums = self._seconds[-1][1]
         sums[REQUESTS] += 1
         sums[UNCACHED] += uncached
@@ -51,9 +51,9 @@ class PromptWindow:
             self._seconds.popleft()
 
     def seconds(self, at_s: float) -> Floats:
-        """Return the sums of each whole second of the window, `(n, 4)`, oldest first; the one that runs is left out.
+        """Return the sums of each whole second of the window; the one that runs is left out.
 
-        Returns:  no rows before the first prompt; a second without one is a row of zeros.
+        Returns:  `(n, 4)`, oldest first; no rows before the first prompt; a second without one is a row of zeros.
         """
         now = math.floor(at_s)
         if self._since is None:
