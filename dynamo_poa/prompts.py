@@ -53,7 +53,7 @@ class PromptWindow:
     def seconds(self, at_s: float) -> Floats:
         """Return the sums of each whole second of the window; the one that runs is left out.
 
-        Returns:  `(n, 4)`, oldest first; no rows before the first prompt; a second without one is a row of zeros.
+        Returns:  `(n, 4)`, oldest first; no rows before the first prompt; zeros where none came.
         """
         now = math.floor(at_s)
         if self._since is None:
