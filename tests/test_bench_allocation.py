@@ -92,7 +92,8 @@ def test_the_mix_is_that_of_the_requests_the_figures_are_of() -> None:
     assert mix.context_tokens == pytest.approx((100 * 1050 + 300 * 550 + 100 * 1050) / 500)
     assert mix.context_squared == pytest.approx((200 * 1050**2 + 300 * 550**2) / 500)
     assert [mix.arrival_rps, mix.users, mix.horizon_s] == pytest.approx([3 / 2, 0, 3.0])
-    assert mix_of(records, Closed(users=7)).users == 7
+    closed = mix_of(records, Closed(users=7), think_s=1.5)
+    assert [closed.users, closed.think_s, closed.arrival_rps] == [7, 1.5, 0.0]
 
 
 def test_objectives_are_two_and_a_half_times_an_unloaded_request() -> None:
@@ -183,26 +184,27 @@ def test_the_simulator_hands_prompts_over_when_computed_only_if_it_takes_one_at_
     assert len({one.source_held_ms for one in replayed.records(several)}) == 1
 
 
-def test_workloads_are_eight_and_the_traces_that_are_there(tmp_path: Path) -> None:
-    """Each has its own name, whatever folder or half of a trace; the data file knows all ten."""
-    assert len(allocation.workloads(None)) == len(allocation.workloads(tmp_path)) == 8
+def test_workloads_are_eight_the_traces_that_are_there_and_six_held_out(tmp_path: Path) -> None:
+    """Each has its own name, whatever folder or half of a trace; the data file knows all of them."""
+    assert len(allocation.workloads(None)) == len(allocation.workloads(tmp_path)) == 8 + 6
     (tmp_path / allocation.TRACES[1]).touch()
-    assert len(allocation.workloads(tmp_path)) == 9
+    assert len(allocation.workloads(tmp_path)) == 9 + 6
     (tmp_path / allocation.TRACES[0]).touch()
-    ten = allocation.workloads(tmp_path)
-    assert {one.name for one in ten} == set(allocation.inputs().workloads)
-    trace = ten[-1].content
+    every = allocation.workloads(tmp_path)
+    assert [one.held_out for one in every] == [False] * 10 + [True] * 6
+    assert {one.name for one in every} == set(allocation.inputs().workloads)
+    trace = every[9].content
     assert isinstance(trace, Trace)
-    other = msgspec.structs.replace(ten[-1], content=msgspec.structs.replace(trace, part="first", limit=3))
-    assert other.name == ten[-1].name
+    other = msgspec.structs.replace(every[9], content=msgspec.structs.replace(trace, part="first", limit=3))
+    assert other.name == every[9].name
     for known in allocation.inputs().workloads.values():
         assert set(known.at) == {one.name for one in FLEETS}
 
 
 def test_cells_are_every_split_under_every_workload_with_its_objectives() -> None:
-    """8 workloads, 7 splits, 2 seeds."""
+    """14 workloads, 7 splits, 2 seeds."""
     cells = list(allocation.cells("allocation", (1, 2), None))
-    assert len(cells) == len({cell.id for cell in cells}) == 8 * 7 * 2
+    assert len(cells) == len({cell.id for cell in cells}) == 14 * 7 * 2
     for cell in cells:
         known = allocation.inputs().workloads[Asked(content=cell.content, load=cell.load).name]
         assert cell.slo == known.slo
@@ -221,7 +223,9 @@ def row(simulated_rps: tuple[float, ...], predicted_rps: tuple[float, ...]) -> R
     """Return a workload; all predictions are alike but that from 5P/3D, which is what was simulated."""
     predicted, sure = attainments(*predicted_rps), attainments(*simulated_rps)
     at = {one.name: sure if one.name == "5P/3D" else predicted for one in FLEETS}
-    return Row("zipf | 240 requests/s", predicted, tuple(Simulated(r, 1.0, 1.0) for r in simulated_rps), at)
+    return Row(
+        "zipf | 240 requests/s", False, predicted, tuple(Simulated(r, 1.0, 1.0) for r in simulated_rps), at
+    )
 
 
 def test_a_prediction_is_right_when_its_split_gives_up_three_percent_at_most() -> None:
@@ -241,7 +245,11 @@ def test_advice_is_followed_until_it_leads_nowhere_new() -> None:
 
 def results(best: int) -> tuple[Result, ...]:
     """Return every split under the first workload, with most goodput at that many prefill workers."""
-    cells = (cell for cell in allocation.cells("allocation", (1, 2), None) if isinstance(cell.content, Paper))
+    cells = (
+        cell
+        for cell in allocation.cells("allocation", (1, 2), None)
+        if isinstance(cell.content, Paper) and isinstance(cell.load, Closed)
+    )
     return tuple(
         Result(
             cell=cell,

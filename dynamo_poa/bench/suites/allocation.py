@@ -34,11 +34,12 @@ INPUTS = Path(__file__).parent / "allocation_inputs.json"
 
 
 class Asked(msgspec.Struct, frozen=True, kw_only=True):
-    """One workload, and how many of its requests."""
+    """One workload, and how many of its requests; `held_out`: the model had been made before it was tried."""
 
     content: Content
     load: Load
     requests: int = 0
+    held_out: bool = False
 
     @property
     def name(self) -> str:
@@ -104,8 +105,28 @@ def workloads(traces: Path | None) -> tuple[Asked, ...]:
         Asked(content=MultiTurn(), load=Poisson(rate_rps=160.0), requests=2000),
         Asked(content=Mixed(), load=Poisson(rate_rps=45.0), requests=1500),
     )
+    held_out = (
+        Asked(content=Paper(), load=Poisson(rate_rps=200.0), requests=2000, held_out=True),
+        Asked(content=Zipf(input_tokens=2048), load=Poisson(rate_rps=90.0), requests=1500, held_out=True),
+        Asked(
+            content=Zipf(input_tokens=1024, output_tokens=128),
+            load=Closed(users=128),
+            requests=1500,
+            held_out=True,
+        ),
+        Asked(
+            content=LongTail(input_median_tokens=512.0, output_median_tokens=256.0),
+            load=Poisson(rate_rps=40.0),
+            requests=1500,
+            held_out=True,
+        ),
+        Asked(
+            content=MultiTurn(question_tokens=512), load=Poisson(rate_rps=80.0), requests=1500, held_out=True
+        ),
+        Asked(content=Mixed(), load=Closed(users=96), requests=1500, held_out=True),
+    )
     if traces is None:
-        return made
+        return (*made, *held_out)
     found = (
         Asked(
             content=Trace(path=str(traces / file), part="second", limit=TRACE_REQUESTS),
@@ -114,7 +135,7 @@ def workloads(traces: Path | None) -> tuple[Asked, ...]:
         for file, speedup in zip(TRACES, (1.0, 2.0), strict=True)
         if (traces / file).is_file()
     )
-    return (*made, *found)
+    return (*made, *found, *held_out)
 
 
 def cells(suite: str, seeds: Iterable[int], traces: Path | None) -> Iterator[Cell]:

@@ -9,6 +9,7 @@ Invariant: nothing comes from the simulator's source. The simulator tells of req
 """
 
 import argparse
+import itertools
 import math
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -29,6 +30,7 @@ from dynamo_poa.games.allocation import Mix
 from dynamo_poa.latency import LatencyBook
 from dynamo_poa.values import Role, WorkerCard, WorkerKey, WorkerLatency
 from dynamo_poa.wire import ForwardPass
+from dynamo_poa.workloads import stream
 from dynamo_poa.workloads.arrivals import Closed, Load
 
 SEED = 900_001  # of no suite
@@ -100,10 +102,12 @@ def fitted(passes: Iterable[Pass], role: Role, fleet: Fleet) -> WorkerLatency:
     return book.fit(0.0, [(key, role)])[key]
 
 
-def mix_of(records: Sequence[Record], load: Load) -> Mix:
+def mix_of(records: Sequence[Record], load: Load, think_s: float = 0.0) -> Mix:
     """Return what was asked, of the requests that the suite's figures are of.
 
     What a request holds counts as long as it holds it: by its output.
+
+    Args:  think_s: of a closed loop's users before a request, mean.
     """
     ordered = sorted(records, key=lambda record: record.arrival_time_ms)
     measured = ordered[int(len(ordered) * WARM_UP_FRAC) :]
@@ -121,6 +125,7 @@ def mix_of(records: Sequence[Record], load: Load) -> Mix:
         output_tokens=float(output.mean()),
         arrival_rps=0.0 if users else len(measured) / seconds,
         users=users,
+        think_s=think_s if users else 0.0,
         horizon_s=last_s,
     )
 
@@ -135,11 +140,12 @@ def objectives(records: Sequence[Record]) -> SloConfig:
 
 def measure(asked: Asked, fleet: Fleet) -> Measured:
     """Return what a controller would know of a workload at one split."""
-    records = replayed.records(_cell(asked, fleet))
+    cell = _cell(asked, fleet)
+    records = replayed.records(cell)
     prefill = fitted(prefill_passes(records, fleet.max_num_batched_tokens), Role.PREFILL, fleet)
     decode = fitted(decode_passes(records), Role.DECODE, fleet)
     return Measured(
-        mix=mix_of(records, asked.load),
+        mix=mix_of(records, asked.load, _thought_s(cell)),
         prefill=prefill.curve,
         decode=decode.curve,
         residual_frac=(prefill.residual_frac or 0.0, decode.residual_frac or 0.0),
@@ -170,6 +176,13 @@ def _cell(asked: Asked, fleet: Fleet) -> Cell:
         seed=SEED,
         requests=asked.requests,
     )
+
+
+def _thought_s(cell: Cell) -> float:
+    """Return how long users think before a request, mean: before a session's first they do not."""
+    block_tokens = stream.block_tokens_of(cell.content, cell.fleet.block_tokens)
+    asked = stream.requests(cell.content, cell.load, cell.seed, block_tokens)
+    return float(np.mean([request.think_s for request in itertools.islice(asked, cell.requests or None)]))
 
 
 def _uncached(record: Record) -> float:
