@@ -273,6 +273,19 @@ def test_the_document_says_what_was_missed_and_why() -> None:
     assert r"| paper \| 32 users | 3P/5D | 1P/7D | 102 | 19.7% | **missed** |" in missed
 
 
+def test_a_right_split_with_another_goodput_than_predicted_is_told() -> None:
+    """Paper: 80 requests/s predicted for 3P/5D; 102 simulated are within a quarter of that, 203 are not."""
+    found = rows_of(results(best=3))
+    assert "3P/5D" in str(found[0].predicted[2].split)
+    assert list(allocation_doc._off(found)) == []
+    doubled = [one._replace(goodput_rps=2 * one.goodput_rps) for one in found[0].simulated]
+    (told,) = allocation_doc._off([found[0]._replace(simulated=tuple(doubled))])
+    assert told == (
+        "**paper | 32 users**: the split is right and its goodput is not, 80 requests/s predicted and 203 "
+        "simulated."
+    )
+
+
 def test_without_every_split_there_is_nothing_to_judge() -> None:
     """A run that was cut short."""
     with pytest.raises(ConfigError, match="no workload has results of every split"):
