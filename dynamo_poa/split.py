@@ -39,6 +39,9 @@ MIN_PROMPTS = 50
 MIN_SECONDS = 10
 NEARLY_FRAC = 0.01  # a split so much worse than the best is as good, if it moves fewer workers
 MOST_GAIN = 100.0
+# Of requests within both objectives: a split that attains less serves nobody. What the model gives so few is
+# the beginning of its horizon, before queues have grown, or the tail of a normal distribution.
+SERVED_FRAC = 0.01
 RESAMPLES = 200  # 1.2 ms each
 _SPEED = {
     Role.PREFILL: lambda curve: curve.prefill_base_s + curve.prefill_token_s,
@@ -135,10 +138,10 @@ def price_split(game: Game | str) -> AllocationEstimate:
         return AllocationEstimate(reason=str(error))
     every, (one_prefill, one_decode) = priced[:-2], priced[-2:]
     now, best = every[split.prefill - 1], best_split(every)
-    poa_hat = price_of_anarchy(now, best)
+    poa_hat = price_of_anarchy(now, best) if serves(best) else None
     found = AllocationEstimate(
         poa_hat=poa_hat,
-        reason="" if poa_hat is not None else f"{split} gets no request done within both objectives",
+        reason="" if poa_hat is not None else _no_price(split, best),
         now=now,
         best=best,
         equilibrium=equilibrium(every),
@@ -157,25 +160,38 @@ def price_split(game: Game | str) -> AllocationEstimate:
 def nearest(every: Sequence[Attainment], now: Attainment, best: Attainment) -> Attainment | None:
     """Return the split that is as good as the best, or nearly, and moves fewest workers; None for no move.
 
+    None also where the best serves nobody.
+
     Source:  beyond the best all splits are often about as good, and which one is ahead changes by the second.
     """
-    good = [one for one in every if one.goodput_rps >= (1 - NEARLY_FRAC) * best.goodput_rps]
+    good = [one for one in every if serves(one) and one.goodput_rps >= (1 - NEARLY_FRAC) * best.goodput_rps]
+    if not good:
+        return None
     target = min(good, key=lambda one: (abs(one.split.prefill - now.split.prefill), -one.goodput_rps))
     return None if target.split == now.split else target
 
 
 def gain(now: Attainment, then: Attainment) -> float:
-    """Return the goodput gained as a share of the present, 0 where neither has any.
+    """Return the goodput gained as a share of the present, 0 where neither serves anybody.
 
     No more than a hundredfold either way: a split that gets nothing done is infinitely worse, which no JSON
     number says.
     """
-    if now.goodput_rps <= 0 and then.goodput_rps <= 0:
+    if not (serves(now) or serves(then)):
         return 0.0
     least = 1 / (1 + MOST_GAIN)
     if now.goodput_rps <= then.goodput_rps * least:
         return MOST_GAIN
     return max(then.goodput_rps / now.goodput_rps, least) - 1
+
+
+def serves(one: Attainment) -> bool:
+    """Tell whether a split gets a share of requests done within both objectives that is worth the name."""
+    return one.goodput_rps > 0 and one.ttft_frac * one.itl_frac >= SERVED_FRAC
+
+
+def _no_price(split: Split, best: Attainment) -> str:
+    return f"{split if serves(best) else 'no split'} gets requests done within both objectives"
 
 
 def _interval(game: Game, now: Split, then: Split) -> tuple[float, float]:

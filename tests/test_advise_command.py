@@ -2,14 +2,12 @@
 
 import asyncio
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
-import structlog
 import typer
 from dynamo_messages import FIXTURES
 from nats_server import NatsServer
@@ -38,13 +36,6 @@ CURVES = {
     Role.PREFILL: Curve(prefill_base_s=0.01, prefill_token_s=1e-4),
     Role.DECODE: Curve(decode_base_s=0.01, decode_request_s=2e-4),
 }
-
-
-@pytest.fixture(autouse=True)
-def _structlog_defaults() -> Iterator[None]:
-    """The command sets logging up for its process, which here is everybody's."""
-    yield
-    structlog.reset_defaults()
 
 
 def run(*arguments: str) -> Any:
@@ -94,7 +85,7 @@ def problems(*arguments: str) -> tuple[str, ...]:
         (
             AllocationEstimate(
                 now=msgspec.structs.replace(ADVICE.now, goodput_rps=0.0),
-                best=msgspec.structs.replace(ADVICE.then, goodput_rps=0.0),
+                best=msgspec.structs.replace(ADVICE.then, ttft_frac=0.009),
             ),
             None,
             "leave the split 3P/5D: none gets requests done within both objectives",

@@ -321,11 +321,12 @@ def test_a_pool_that_attains_nothing_gets_workers_also_where_one_more_would_not_
 
 
 def test_a_split_costs_the_seconds_that_a_request_within_objectives_takes() -> None:
-    """50 requests/s where 80 are possible: 1.6; nothing where nothing is done."""
+    """50 requests/s where 80 are possible: 1.6; none where nothing is done, or next to nothing."""
     now, best = of(2, 6, 0.5, 1.0), of(3, 5, 0.8, 1.0)
     assert price_of_anarchy(now, best) == pytest.approx(1.6)
     assert price_of_anarchy(best, best) == 1.0
     assert price_of_anarchy(of(1, 7, 0.0, 1.0), best) is None
+    assert price_of_anarchy(of(1, 7, 5e-324, 1.0), best) is None
 
 
 @pytest.mark.parametrize(

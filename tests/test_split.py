@@ -239,6 +239,23 @@ def test_the_same_minute_gives_the_same_interval() -> None:
     assert price_split(game()) == price_split(game())
 
 
+@pytest.mark.parametrize(("itl_s", "per_s"), [(0.012, 20), (0.05, 40)])
+def test_objectives_that_no_split_keeps_are_no_reason_to_move(itl_s: float, per_s: float) -> None:
+    """Of splits that serve next to nobody one may be ahead a hundredfold, by the tail of the model alone."""
+    slow = {
+        Role.PREFILL: Curve(prefill_base_s=0.01, prefill_token_s=2e-4),
+        Role.DECODE: Curve(decode_base_s=0.01, decode_request_s=1e-3, decode_kv_token_s=1e-7),
+    }
+    slo = SloConfig(ttft_s=0.3, itl_s=itl_s)
+    found = price_split(read_game(cards(3, 5), slow, seconds(per_s), 200.0, slo))
+    assert found.best is not None
+    assert found.best.ttft_frac * found.best.itl_frac < 0.01
+    assert (found.poa_hat, found.target, found.gain_frac) == (None, None, None)
+    assert found.reason == "no split gets requests done within both objectives"
+    assert (found.one_more_prefill, found.one_more_decode) == (0.0, 0.0)
+    assert worth_it(found) is None
+
+
 def test_an_instance_with_ranks_is_moved_whole() -> None:
     """Two ranks an instance: 1P/3D of instances are 2P/6D of queues, and splits are told in instances."""
     read = read_game(cards(1, 3, data_parallel_size=2), CURVES, seconds(), 100.0, SLO)

@@ -33,6 +33,7 @@ DELAYS = 8  # of the decode pool's that are
 # sees is forgotten as fast as requests leave (M/G/infinity).
 STAY_FRAC = math.sqrt(2 / math.e)
 
+LEAST_FRAC = 1e-9  # of the best goodput: a tail of the model, nobody's requests
 _SURELY_S = 1e-9  # an iteration that varies less does not vary
 
 
@@ -192,8 +193,8 @@ def _prefill_wants(here: Attainment, there: Attainment) -> bool:
 
 
 def price_of_anarchy(now: Attainment, best: Attainment) -> float | None:
-    """Return the present split's cost over the best one's, costs being 1 / goodput; None where infinite."""
-    if now.goodput_rps <= 0:
+    """Return the present split's cost over the best one's, each 1 / goodput; None where next to infinite."""
+    if now.goodput_rps <= LEAST_FRAC * best.goodput_rps:
         return None
     return max(best.goodput_rps / now.goodput_rps, 1.0)
 

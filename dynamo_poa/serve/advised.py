@@ -15,8 +15,7 @@ from dynamo_poa.advice import MIN_GAIN_FRAC, worth_it
 from dynamo_poa.coupling import Advice, AllocationEstimate, Attainment
 from dynamo_poa.serve.advise import Advised
 from dynamo_poa.serve.show import UNKNOWN, figures_table, number, percent
-
-NOTHING_RPS = 1e-3  # one in a quarter of an hour
+from dynamo_poa.split import serves
 
 
 def verdict(allocation: AllocationEstimate, advice: Advice | None) -> str:
@@ -26,7 +25,7 @@ def verdict(allocation: AllocationEstimate, advice: Advice | None) -> str:
     now, target = allocation.now, allocation.target
     if now is None:
         return f"no advice: {allocation.reason}"
-    if allocation.best is not None and allocation.best.goodput_rps <= NOTHING_RPS:
+    if allocation.best is not None and not serves(allocation.best):
         return f"leave the split {now.split}: none gets requests done within both objectives"
     if target is None:
         return f"leave the split {now.split}: no other gets more done within both objectives"
