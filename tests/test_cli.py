@@ -8,7 +8,6 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import pytest
-import structlog
 from nats_server import NatsServer
 
 from dynamo_poa import __version__
@@ -33,13 +32,6 @@ def plain_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-
-
-@pytest.fixture(autouse=True)
-def own_logging() -> Iterator[None]:
-    """Serving configures logging for the whole process."""
-    yield
-    structlog.reset_defaults()
 
 
 @pytest.fixture
