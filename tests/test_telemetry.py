@@ -34,12 +34,6 @@ class FakeBus:
         self.sent.append((subject, data))
 
 
-@pytest.fixture(autouse=True)
-def _structlog_defaults():
-    yield
-    structlog.reset_defaults()
-
-
 async def test_the_log_line_is_the_record():
     """One canonical line per tick: keys are the record's field names."""
     with structlog.testing.capture_logs() as lines:
