@@ -16,7 +16,6 @@ _CACHING = {
     "poa_caching_observed_frac": ("observed_s", "GPU seconds a second spent on fetching and recomputing"),
     "poa_caching_optimal_frac": ("optimal_s", "the same under the best placement"),
     "poa_caching_groups": ("groups", "prefix groups priced"),
-    "poa_caching_uncertain": ("uncertain", "1 while a cache's contents are known approximately"),
     "poa_caching_duplication": ("duplication", "copies of a distinct resident block, mean"),
     "poa_caching_copies_frac": ("copies_frac", "share of capacity held by copies within a node"),
     "poa_caching_shared_hits_frac": ("shared_hits_frac", "share of prefix hits served by another's copy"),
@@ -41,6 +40,9 @@ def games_families(record: TelemetryRecord) -> Iterator[Metric]:
             value = getattr(source, field)
             if value is not None:
                 yield GaugeMetricFamily(name, text, value=float(value))
+    if record.caching.workers:
+        text = "1 while a cache's contents are known approximately"
+        yield GaugeMetricFamily("poa_caching_uncertain", text, value=float(record.caching.uncertain))
     yield from _splits(record)
     dominant = GaugeMetricFamily(
         "poa_dominant", "1 for where more than half of the cost beyond the unloaded is from", labels=["cause"]

@@ -376,6 +376,7 @@ class ControlLoop:
             "decisions_unpriced": decisions.unpriced,
             "outcomes_untold": decisions.untold,
             "snapshots_unpriced": self._pricer.skipped,
+            "games_unpriced": 0 if self._games is None else self._games.skipped,
             "passes_unmeasured": self._pricer.unmeasured,
             "requests_forgotten": decisions.forgotten,
             "slow_consumer": sum(connection.dropped for connection in self._connections),

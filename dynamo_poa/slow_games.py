@@ -2,15 +2,18 @@
 
 Owns: the one job at a time in a worker thread, the latest estimates.
 Does not own: what is computed (placement.py, split.py), when it is due (loop.py).
-Invariant: a job that takes longer than the time to the next skips it, counted; games that fail are absent
-           with a reason until one succeeds.
+Invariant: a job that takes longer than the time to the next skips it, counted; games that fail, or take more
+           than MAX_AGE_S, are absent with a reason until one succeeds.
 """
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable
 
 from dynamo_poa.coupling import AllocationEstimate, CachingEstimate
 from dynamo_poa.one_job import OneJob
+
+MAX_AGE_S = 60.0  # advice must not stand on what was so long ago, nor may a planner act on it
 
 Found = tuple[CachingEstimate, AllocationEstimate]
 Run = Callable[[Callable[[], Found]], Awaitable[Found]]
@@ -36,11 +39,15 @@ class SlowGames:
         self._note_caching, self._note_allocation = note_caching, note_allocation
         self._run = run
         self._job = OneJob("slow games")
+        self._began_at_s = -math.inf
 
     def look(self, at_s: float) -> None:
         """Begin to price both games as they stand now."""
         if self._job.is_free():
+            self._began_at_s = at_s
             self._job.start(self._price(at_s))
+        elif at_s - self._began_at_s > MAX_AGE_S:
+            self._lose(f"pricing takes more than {MAX_AGE_S:.0f} s")
 
     @property
     def skipped(self) -> int:
@@ -51,8 +58,7 @@ class SlowGames:
         """Return what a job that has ended tripped over, once; there is no estimate until one succeeds."""
         error = self._job.take_failure()
         if error is not None:
-            self.caching = CachingEstimate(reason=f"pricing failed: {error!r}")
-            self.allocation = AllocationEstimate(reason=self.caching.reason)
+            self._lose(f"pricing failed: {error!r}")
         return error
 
     async def settled(self) -> None:
@@ -62,6 +68,9 @@ class SlowGames:
     async def aclose(self) -> None:
         """Wait for nothing more; a thread that computes ends by itself."""
         await self._job.aclose()
+
+    def _lose(self, reason: str) -> None:
+        self.caching, self.allocation = CachingEstimate(reason=reason), AllocationEstimate(reason=reason)
 
     async def _price(self, at_s: float) -> None:
         caching, allocation = self._note_caching(at_s), self._note_allocation(at_s)

@@ -142,6 +142,7 @@ async def test_metrics_say_what_is_known_of_the_other_games_and_nothing_else() -
     await metrics.emit(RECORD)
     before = samples_of(generate_latest(metrics.registry).decode())
     assert "poa_caching_hat" not in before
+    assert "poa_caching_uncertain" not in before
     assert "poa_allocation_hat" not in before
     await metrics.emit(
         msgspec.structs.replace(
@@ -155,6 +156,7 @@ async def test_metrics_say_what_is_known_of_the_other_games_and_nothing_else() -
     samples = samples_of(generate_latest(metrics.registry).decode())
     assert samples["poa_caching_hat"] == 1.5
     assert samples["poa_caching_duplication"] == 2.25
+    assert samples["poa_caching_uncertain"] == 0
     assert "poa_caching_shared_hits_frac" not in samples
     assert samples['poa_allocation_workers{role="decode",split="best"}'] == 4
     assert samples['poa_allocation_goodput_rps{split="now"}'] == 90.0

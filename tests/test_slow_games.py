@@ -47,6 +47,30 @@ async def test_a_look_while_a_job_runs_is_skipped_and_counted() -> None:
     assert (slow.skipped, noted, slow.caching.poa_hat) == (1, [1.0], 1.0)
 
 
+async def test_what_was_priced_long_ago_is_no_estimate_while_a_job_hangs() -> None:
+    """Advice that stands on it would not be withdrawn when the load changes."""
+    go_on = asyncio.Event()
+    go_on.set()
+
+    async def run(job: Callable[[], Found]) -> Found:
+        await go_on.wait()
+        return job()
+
+    slow = games(run, [])
+    slow.look(1.0)
+    await slow.settled()
+    go_on.clear()
+    slow.look(6.0)
+    slow.look(66.0)
+    assert (slow.caching.poa_hat, slow.allocation.poa_hat) == (1.0, 2.0)
+    slow.look(66.5)
+    why = "pricing takes more than 60 s"
+    assert (slow.caching, slow.allocation) == (CachingEstimate(reason=why), AllocationEstimate(reason=why))
+    go_on.set()
+    await slow.settled()
+    assert slow.caching.poa_hat == 6.0
+
+
 async def test_a_failed_job_leaves_no_estimate_and_is_told_once() -> None:
     """Absent is not the last value known, and not 1.0."""
     failing = True
