@@ -48,8 +48,10 @@ async def ask_cache(transport: str, key: WorkerKey) -> CacheHeld:
 
 async def _asked(host: str, port: int, path: str, key: WorkerKey) -> bytes:
     subject, answer = str(uuid.uuid4()), asyncio.get_running_loop().create_future()
+    backs: list[asyncio.StreamWriter] = []
 
     async def dialled(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        backs.append(writer)
         try:
             body = await _answer(reader, subject)
             if not answer.done():
@@ -74,7 +76,8 @@ async def _asked(host: str, port: int, path: str, key: WorkerKey) -> bytes:
             result: bytes = await answer
             return result
     finally:
-        writer.close()
+        for each in (writer, *backs):  # one that dialled back and says nothing would stay for ever
+            each.close()
 
 
 def question(path: str, key: WorkerKey, subject: str, back: str) -> bytes:

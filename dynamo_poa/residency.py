@@ -2,7 +2,8 @@
 
 Owns: the mirror of one rank's cache, per tier, and how far it can be trusted; which prefix each block ends.
 Does not own: which rank an event belongs to, or that a clear empties the worker's other ranks (fleet.py),
-              how a tier's blocks are kept (block_store.py), how a worker is asked what it holds (resync.py).
+              how a tier's blocks are kept (block_store.py), how a worker is asked what it holds (resync.py),
+              what its answer amounts to (cache_whole.py).
 Invariant: a late event never overrules a newer one; `approximate` is false only when every event has been
            applied since the cache was empty or since the worker said what it holds (resync.py); nothing of a
            rank's life before a restart is mixed into the next.
@@ -11,10 +12,11 @@ Source: measured: replayed over recordings of the mock engine the mirror is exac
 
 from dynamo_poa.block_store import BlockStore, Evictions
 from dynamo_poa.cache_state import CacheSnapshot, CacheState
+from dynamo_poa.cache_whole import CacheWhole
 from dynamo_poa.ordering import Life, Numbering, Place, Speaker
 from dynamo_poa.prefixes import UNKNOWN, roll, rolled
 from dynamo_poa.values import WorkerKey
-from dynamo_poa.wire import CacheHeld, KvEvent, KvRemoved, KvStored, Tier
+from dynamo_poa.wire import KvCleared, KvEvent, KvRemoved, KvStored, Tier
 
 GAP_WAIT_S = 5.0  # measured: reordering is milliseconds, and after a NATS outage everything comes at once
 MAX_TOUCHED = 65_536  # blocks remembered while a gap is open; a flood must not buy memory with one lost event
@@ -22,7 +24,9 @@ MAX_TOUCHED = 65_536  # blocks remembered while a gap is open; a flood must not 
 # are larger than it, hence not 1.
 CAPACITY_FACTOR = 4
 UNKNOWN_CAPACITY_BLOCKS = 65_536  # where the card does not give it
-MAX_SINCE = 65_536  # events kept while a worker is asked what it holds: minutes of them
+# Events kept while a worker is asked what it holds, each counting as one and as many as its blocks: 20 MB, and
+# a tick's time to apply. A flood of more costs the answer; the worker is asked again.
+MAX_SINCE = 131_072
 RELOAD_S = 30.0  # as PoaController.caching has it
 
 
@@ -55,6 +59,7 @@ class CacheMirror:
         self._loss_untold = False
         # Events since the worker was asked what it holds, and the newest before; None while it is not asked.
         self._since: list[KvEvent] | None = None
+        self._since_size = 0
         self._asked_at_id = 0
         self._orphans = 0
         self._unknown_removes = 0
@@ -106,8 +111,8 @@ class CacheMirror:
             # A rank has one publisher, so another one means that the engine began anew, counting from 1.
             self._numbering.restart()
             self._begin(event.event_id)
-        if self._since is not None and len(self._since) <= MAX_SINCE:
-            self._since.append(event)
+        if self._since is not None:
+            self._keep(self._since, event)
         given_up = self._numbering.given_up
         place = self._numbering.place(event.event_id)
         if place is Place.REPEATED:
@@ -153,30 +158,28 @@ class CacheMirror:
 
     def ask(self) -> None:
         """Keep the events to come: an answer is of the moment it is given at, which is later."""
-        self._since, self._asked_at_id = [], self._numbering.newest or 0
+        self._since, self._since_size, self._asked_at_id = [], 0, self._numbering.newest or 0
 
-    def answer(self, publisher_id: int, held: CacheHeld | None, at_s: float) -> bool:
+    def answer(self, publisher_id: int, held: CacheWhole | None, at_s: float) -> bool:
         """Take over what a worker says it holds and what it has said since; return whether it was of use.
+
+        One that holds more than any cache of its size is not believed.
 
         Args:  held: None when it did not answer.
         """
         since, self._since = self._since, None
         if since is None or held is None or publisher_id != self._speaker.publisher_id:
             return False
-        if held.last_event_id < self._asked_at_id or len(since) > MAX_SINCE:
-            return False  # older than what was known when it was asked, or too much has happened meanwhile
+        if held.last_event_id < self._asked_at_id:
+            return False  # older than what was known when it was asked
+        if any(len(blocks) > self.limit_blocks for blocks in held.tiers.values()):
+            return False
         counts = self._evictions, self.stored_blocks  # what came since has been counted
         self._evictions = Evictions(0.0, 0)
         self._begin(1)
         self._numbering.restart()
         self._numbering.place(held.last_event_id)
-        for event in held.events:
-            if isinstance(event.data, KvStored):
-                parent = event.data.parent_hash
-                chain = None if parent is None else self._chain(parent)
-                chains = self._chains_of(event.data, chain, wait=True)
-                self._tier(event.tier).put(event.data.block_hashes, chains)
-        self._find_parents()
+        self._tiers = dict(held.tiers)
         for event in since:
             if event.event_id > held.last_event_id:
                 self.apply(publisher_id, event, at_s)
@@ -207,6 +210,14 @@ class CacheMirror:
         self._evictions.clear()
         self._close_gap()
         self._complete = first_event_id == 1
+
+    def _keep(self, since: list[KvEvent], event: KvEvent) -> None:
+        """Keep an event for the answer that is awaited, or give that up: too much happens meanwhile."""
+        since.append(event)
+        data = event.data
+        self._since_size += 1 if isinstance(data, KvCleared) else 1 + len(data.block_hashes)
+        if self._since_size > MAX_SINCE:
+            self._since = None
 
     def _close_gap(self) -> None:
         self._gap_at_s = None

@@ -17,6 +17,7 @@ from typing import Self
 import structlog
 
 from dynamo_poa import telemetry
+from dynamo_poa.cache_whole import whole_of
 from dynamo_poa.clock import Clock
 from dynamo_poa.errors import WireError, WorkerUnreachable
 from dynamo_poa.fleet import Fleet
@@ -88,7 +89,7 @@ class Resync:
         self.asked += 1
         mirror.ask()
         try:
-            held = await self._ask(card, key, publisher_id)
+            held = await asyncio.to_thread(whole_of, await self._ask(card, key, publisher_id))
         except (WorkerUnreachable, WireError):
             return "unanswered"
         finally:

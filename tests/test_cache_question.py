@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from dynamo_poa import cache_question
 from dynamo_poa.cache_question import ask_cache
 from dynamo_poa.dynamo_host import cache_of
 from dynamo_poa.errors import WireError, WorkerUnreachable
@@ -192,3 +193,35 @@ def test_any_bytes_are_read_or_refused() -> None:
     for body in (b"", b"\xc1", body_of(DUMP)[:-9], b"\x91" * 5000):
         with pytest.raises(WireError):
             cache_held(body)
+
+
+async def test_a_worker_that_dials_back_and_says_nothing_keeps_no_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Invariant: its sockets are closed when the question ends: one that hangs is asked twice a minute."""
+    monkeypatch.setattr(cache_question, "ANSWER_S", 0.05)
+    worker = Silent(b"")
+    async with worker.serving():
+        with pytest.raises(WorkerUnreachable, match="TimeoutError"):
+            await ask_cache(worker.transport, WorkerKey(W1, 3))
+        async with asyncio.timeout(5):
+            assert await worker.back.read() == b""  # the end: we have closed it
+        for writer in worker.kept:
+            writer.close()
+
+
+class Silent(Worker):
+    """Takes a question, dials back, and then says nothing."""
+
+    back: asyncio.StreamReader
+    kept: tuple[asyncio.StreamWriter, ...] = ()
+
+    async def _on_question(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        parser = RequestParser()
+        while (frame := parser.next()) is None:
+            parser.feed(await reader.read(65536))
+        request = read_request(frame)
+        writer.write(ACCEPTED)
+        self.back, back = await asyncio.open_connection(*split_address(request.address))
+        self.kept = writer, back
+        back.write(handshake(request.subject))

@@ -7,9 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st_
 
 from dynamo_poa.cache_state import CacheState
+from dynamo_poa.cache_whole import whole_of
 from dynamo_poa.ordering import REPLACED_S
-from dynamo_poa.prefixes import prefix_hashes, roll, rolled
-from dynamo_poa.residency import CAPACITY_FACTOR, GAP_WAIT_S, CacheMirror
+from dynamo_poa.prefixes import UNKNOWN, prefix_hashes, roll, rolled
+from dynamo_poa.residency import CAPACITY_FACTOR, GAP_WAIT_S, MAX_SINCE, CacheMirror
 from dynamo_poa.values import WorkerKey
 from dynamo_poa.wire import CacheHeld, KvCleared, KvEvent, KvRemoved, KvStored, Tier
 
@@ -277,7 +278,7 @@ def test_an_answer_and_the_events_since_make_the_mirror_whole() -> None:
     held = CacheHeld(
         (stored(0, 9, parent=7), stored(1, 7, parent=6), stored(2, 6), stored(3, 2), stored(4, 3)), 53
     )
-    assert mirror.answer(PUBLISHER, held, 2.0) is True
+    assert mirror.answer(PUBLISHER, whole_of(held), 2.0) is True
     known = rolled(None, map(tokens_of, (6, 7, 9)))
     beyond = rolled(None, map(tokens_of, (3, 4)))
     assert chains_of(mirror) == {6: known[0], 7: known[1], 9: known[2], 3: beyond[0], 4: beyond[1]}
@@ -293,7 +294,7 @@ def test_an_empty_cache_is_an_answer() -> None:
     """A worker that has stored nothing yet: its next event is its first."""
     mirror = mirror_of(stored(3, 3))
     mirror.ask()
-    assert mirror.answer(PUBLISHER, CacheHeld((), 3), 0.0) is True
+    assert mirror.answer(PUBLISHER, whole_of(CacheHeld((), 3)), 0.0) is True
     assert mirror.state() == CacheState(resident_blocks=0, approximate=False)
 
 
@@ -309,8 +310,42 @@ def test_an_answer_that_does_not_fit_what_was_heard_is_refused(why: str) -> None
         mirror.empty()
     before = mirror.blocks(), mirror.state()
     held = CacheHeld((stored(0, 99),), 49 if why == "older" else 50)
-    assert mirror.answer(6 if why == "another" else PUBLISHER, held, 1.0) is False
+    assert mirror.answer(6 if why == "another" else PUBLISHER, whole_of(held), 1.0) is False
     assert (mirror.blocks(), mirror.state()) == before
+
+
+def test_a_flood_while_a_worker_is_asked_costs_the_answer_and_not_the_memory() -> None:
+    """Case E8: what is kept for the answer is bounded by blocks, of which an event may have any number."""
+    mirror = mirror_of(stored(50, 7), total_kv_blocks=MAX_SINCE)
+    mirror.ask()
+    flood = KvRemoved(tuple(range(1000, 1000 + MAX_SINCE // 2)))
+    for event_id in (51, 52):
+        mirror.apply(PUBLISHER, KvEvent(1, 0, event_id, Tier.DEVICE, flood), 1.0)
+    assert mirror.asks == PUBLISHER  # it is asked again
+    assert mirror.answer(PUBLISHER, whole_of(CacheHeld((stored(0, 9),), 51)), 2.0) is False
+    assert (mirror.blocks(), mirror.state().approximate) == ({7}, True)
+
+
+def test_an_answer_larger_than_any_cache_is_not_believed() -> None:
+    """A mirror is bounded by its worker's capacity, whatever that worker says."""
+    mirror = mirror_of(stored(50, 7), total_kv_blocks=10)
+    mirror.ask()
+    dump = tuple(stored(number, 1000 + number) for number in range(CAPACITY_FACTOR * 10 + 1))
+    assert mirror.answer(PUBLISHER, whole_of(CacheHeld(dump, 50)), 1.0) is False
+    assert (mirror.blocks(), mirror.state().approximate) == ({7}, True)
+
+
+def test_parents_that_never_come_or_go_in_a_circle_end_no_prefix() -> None:
+    """Their blocks are held all the same; each tier has its own, and a parent in another tier counts."""
+    host = KvEvent(1, 0, 0, Tier.HOST_PINNED, KvStored(3, (4,), (tokens_of(4),)))
+    dump = (stored(0, 1, parent=2), stored(1, 2, parent=1), stored(2, 9, parent=9), stored(3, 8, parent=5))
+    tiers = whole_of(CacheHeld((*dump, host, stored(4, 3)), 7)).tiers
+    assert {tier: held.blocks() for tier, held in tiers.items()} == {
+        Tier.DEVICE: {1, 2, 3, 8, 9},
+        Tier.HOST_PINNED: {4},
+    }
+    assert [tiers[Tier.DEVICE].chain(block) for block in (1, 2, 8, 9)] == [UNKNOWN] * 4
+    assert tiers[Tier.HOST_PINNED].chain(4) == rolled(None, map(tokens_of, (3, 4)))[1]
 
 
 def test_a_gap_within_the_events_since_is_a_gap() -> None:
@@ -318,7 +353,7 @@ def test_a_gap_within_the_events_since_is_a_gap() -> None:
     mirror = mirror_of(stored(50, 7))
     mirror.ask()
     mirror.apply(PUBLISHER, stored(53, 9), 1.0)
-    assert mirror.answer(PUBLISHER, CacheHeld((stored(0, 7),), 51), 2.0) is True
+    assert mirror.answer(PUBLISHER, whole_of(CacheHeld((stored(0, 7),), 51)), 2.0) is True
     assert mirror.blocks() == {7, 9}
     assert (mirror.state().approximate, mirror.asks) == (True, None)
     mirror.apply(PUBLISHER, stored(52, 8), 2.5)
@@ -437,6 +472,6 @@ def test_whatever_was_missed_an_answer_makes_the_mirror_exact(seed: int) -> None
     mirror.ask()
     for event in engine.events[asked:]:
         mirror.apply(PUBLISHER, event, 10.0)
-    assert mirror.answer(PUBLISHER, held, 11.0) is True
+    assert mirror.answer(PUBLISHER, whole_of(held), 11.0) is True
     assert chains_of(mirror) == {block: chain for block, (_, chain) in engine.held.items()}
     assert not mirror.state().approximate
