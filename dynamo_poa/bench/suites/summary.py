@@ -16,7 +16,10 @@ MOST_PROBLEMS = 20  # in a summary; the page has all
 STARTS = (
     "On the simulator a run begins with cold caches, and all users of a closed loop ask at once: that start "
     "is in the figures. On live graphs users come one by one, and a warm-up goes before. "
-    "`random` is on the simulator the KV router at τ without end, for it has no such mode."
+    "`random` is on the simulator the KV router at τ without end, for it has no such mode. "
+    "A simulated prefill worker that takes several prompts at a time hands them over as late as if it wrote "
+    "their answers first, so that TTFT of simulated split fleets is too high, whatever the policy; suite "
+    "`allocation` has it take one at a time."
 )
 CHANCE = (
     "Of twenty comparisons where there is no difference about one looks like one, and the best of many is "
