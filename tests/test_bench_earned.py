@@ -114,6 +114,13 @@ def test_learning_is_judged_by_the_first_cell_of_a_graph() -> None:
     )
     too_late = slow_decode(BETTER, loaded_s=61.0)
     assert row(too_late, what, asked)["marginal"] == Text("not measured", "first measured after 61 s of load")
+    nobody_finished = [
+        msgspec.structs.replace(result, figures={"requests": 0.0}) if result.cell.seed == SEEDS[0] else result
+        for result in slow_decode(BETTER)
+    ]
+    assert (
+        "after 20 s of load" in row(nobody_finished, what, asked)["marginal"].detail
+    )  # the next that has any
 
 
 EVERYWHERE = "every workload and fleet variant"

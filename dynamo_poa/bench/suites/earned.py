@@ -109,7 +109,12 @@ def of_learning(aims: Sequence[Aim], fleet: str) -> Callable[..., Found]:
     def find(own: Sequence[Result], default: Sequence[Result]) -> Found:
         timed = [result for result in _on(own, fleet) if "loaded_s" in result.health]
         theirs = {result.cell.pair: result for result in _on(default, fleet)}
-        paired = [result for result in timed if result.cell.pair in theirs]
+        paired = [
+            result
+            for result in timed
+            if result.cell.pair in theirs
+            and all(aim.figure in one.figures for one in (result, theirs[result.cell.pair]) for aim in aims)
+        ]
         if not paired:
             return NOT_MEASURED
         first = min(paired, key=lambda result: result.health["loaded_s"])
