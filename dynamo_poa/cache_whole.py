@@ -1,8 +1,8 @@
 """What a worker's answer to being asked for its cache amounts to: each tier's blocks, with their prefixes.
 
 Owns: which prefix each block of an answer ends, whatever the order in which the answer names them.
-Does not own: the answer's bytes (wire.py), whether it is of use and what has happened since (residency.py).
-Invariant: pure, and in any thread: of a large cache it takes seconds, which no tick may wait for. Parents that
+Does not own: the answer's bytes (wire.py), whether it is of use, what has happened since (residency.py).
+Invariant: pure, in any thread: of a large cache it takes seconds, which no tick may wait for. Parents that
            never come, or go round in a circle, end no prefix.
 Source: measured: Dynamo 1.4.2 tells a cache as `stored` events, a parent also after its children.
 """

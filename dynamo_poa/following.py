@@ -145,9 +145,16 @@ def _turned_over(began: Seen, seen: Seen) -> bool:
 
 
 def _hit_frac(since: Seen, until: Seen) -> float | None:
-    """Return the share of prompt tokens found cached between two ticks; None for too few requests."""
+    """Return the share of prompt tokens found cached between two ticks.
+
+    Returns:  None for too few requests, and where no cache has ever shown anything: it may be off (E6).
+    """
     prompt_tokens = until.prompt_tokens_seen - since.prompt_tokens_seen
-    if until.prompts_seen - since.prompts_seen < MIN_REQUESTS or prompt_tokens <= 0:
+    if (
+        not until.cached_tokens_seen
+        or until.prompts_seen - since.prompts_seen < MIN_REQUESTS
+        or prompt_tokens <= 0
+    ):
         return None
     return (until.cached_tokens_seen - since.cached_tokens_seen) / prompt_tokens
 

@@ -24,8 +24,8 @@ MAX_TOUCHED = 65_536  # blocks remembered while a gap is open; a flood must not 
 # are larger than it, hence not 1.
 CAPACITY_FACTOR = 4
 UNKNOWN_CAPACITY_BLOCKS = 65_536  # where the card does not give it
-# Events kept while a worker is asked what it holds, each counting as one and as many as its blocks: 20 MB, and
-# a tick's time to apply. A flood of more costs the answer; the worker is asked again.
+# Events kept while a worker is asked what it holds, each counting as one and as many as its blocks: 20 MB,
+# and a tick's time to apply. A flood of more costs the answer; the worker is asked again.
 MAX_SINCE = 131_072
 RELOAD_S = 30.0  # as PoaController.caching has it
 

@@ -198,7 +198,8 @@ ACTIVE_SEQUENCES = "active_sequences_events"
 
 _Unsigned = Annotated[int, msgspec.Meta(ge=0)]  # msgpack itself ends at 2^64 - 1
 _Rank = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
-_Count = Annotated[int, msgspec.Meta(ge=1)]
+MAX_SIZE = 2**53  # of a card's figures: no sum of a fleet's leaves 64 bits
+_Count = Annotated[int, msgspec.Meta(ge=1, le=MAX_SIZE)]
 _Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
 # Each rank costs state of its own, so a card may not promise any number of them; engines have tens.
 MAX_RANKS = 4096
@@ -616,8 +617,9 @@ def decode_cards(data: bytes) -> Cards:
         if not 1 <= card.data_parallel_size <= MAX_RANKS or card.data_parallel_start_rank < 0:
             raise WireError("impossible_value", f"worker {card.worker_id}: no such data-parallel ranks")
         sizes = (card.kv_block_size, card.total_kv_blocks, card.max_num_seqs, card.max_num_batched_tokens)
-        if any(size is not None and size < 1 for size in sizes):
-            raise WireError("impossible_value", f"worker {card.worker_id}: sizes {sizes} must be >= 1")
+        if any(size is not None and not 1 <= size <= MAX_SIZE for size in sizes):
+            bound = f"must be in [1, {MAX_SIZE}]"
+            raise WireError("impossible_value", f"worker {card.worker_id}: sizes {sizes} {bound}")
     return message
 
 

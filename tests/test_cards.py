@@ -132,6 +132,7 @@ def test_a_field_we_do_not_know_is_ignored() -> None:
         (message(card={"kv_block_size": 0}), "impossible_value"),
         (message(card={"total_kv_blocks": 0}), "impossible_value"),
         (message(card={"max_num_seqs": -1}), "impossible_value"),
+        (message(card={"total_kv_blocks": 2**63}), "impossible_value"),
     ],
 )
 def test_cards_that_cannot_be_taken_have_a_reason(data: bytes, reason: str) -> None:

@@ -193,3 +193,11 @@ def test_one_cache_of_unknown_size_leaves_the_pool_s_unknown() -> None:
     """Half a pool's capacity would pass for all of it, and the caches for turned over too early."""
     card = WorkerCard(worker_id=4, role=Role.AGGREGATED, kv_block_size=16)
     assert turnover([*stored(), (card, 0)]) == (100, None)
+
+
+def test_caches_that_have_never_shown_anything_have_no_hit_share() -> None:
+    """Case E6: where the prefix cache is off nothing is ever found, which is unknown rather than 0."""
+    world = World()
+    world.run(25.0, NEAR)
+    swap = world.run(60.0, FAR, stored=50)
+    assert swap == CacheSwap(at_s=1025.25, overlap_weight_before=1.0, overlap_weight_after=0.5)

@@ -390,6 +390,7 @@ def test_recorded_cards_give_two_prefill_and_three_decode_workers() -> None:
         (1, {"kv_cache_block_size": 0}),
         (1, {"runtime_config": {"data_parallel_size": 10**9}}),
         (1, {"runtime_config": {"total_kv_blocks": "512"}}),
+        (1, {"runtime_config": {"total_kv_blocks": 2**63}}),
         (1, {"runtime_config": {"disaggregated_endpoint": {"bootstrap_host": "h", "bootstrap_port": 65536}}}),
     ],
 )
