@@ -16,9 +16,10 @@ from dynamo_poa.values import Role
 from dynamo_poa.wire import Chosen
 
 Floats = NDArray[np.float64]
-# Columns: requests; prompt tokens they had to compute where they were sent, and squared; all prompt tokens
-REQUESTS, UNCACHED, UNCACHED_SQUARED, PROMPT = range(4)
-_COLUMNS = 4
+# Columns: requests; prompt tokens they had to compute where they were sent, and squared; all prompt tokens,
+# and squared
+REQUESTS, UNCACHED, UNCACHED_SQUARED, PROMPT, PROMPT_SQUARED = range(5)
+_COLUMNS = 5
 
 
 class PromptWindow:
@@ -44,6 +45,7 @@ class PromptWindow:
         sums[UNCACHED] += uncached
         sums[UNCACHED_SQUARED] += uncached**2
         sums[PROMPT] += event.prompt_tokens
+        sums[PROMPT_SQUARED] += float(event.prompt_tokens) ** 2
 
     def forget(self, at_s: float) -> None:
         """Let go of what is older than the window."""
@@ -53,7 +55,7 @@ class PromptWindow:
     def seconds(self, at_s: float) -> Floats:
         """Return the sums of each whole second of the window; the one that runs is left out.
 
-        Returns:  `(n, 4)`, oldest first; no rows before the first prompt; zeros where none came.
+        Returns:  `(n, 5)`, oldest first; no rows before the first prompt; zeros where none came.
         """
         now = math.floor(at_s)
         if self._since is None:

@@ -32,7 +32,7 @@ from dynamo_poa.games.allocation import (
     price_of_anarchy,
 )
 from dynamo_poa.load import WorkerState
-from dynamo_poa.prompts import PROMPT, REQUESTS, UNCACHED, UNCACHED_SQUARED, Floats
+from dynamo_poa.prompts import PROMPT, PROMPT_SQUARED, REQUESTS, UNCACHED, UNCACHED_SQUARED, Floats
 from dynamo_poa.values import Curve, Role, WorkerCard
 
 MIN_PROMPTS = 50
@@ -219,15 +219,21 @@ def _price(game: Game, mix: Mix, splits: Sequence[Split]) -> tuple[Attainment, .
 
 
 def _mix(seconds: Floats, output_tokens: float) -> Mix:
-    """Return what is asked, from the prompts second by second."""
+    """Return what is asked, from the prompts second by second.
+
+    context = prompt + output / 2       with the mean output: only prompts are known one by one
+    """
     sums = seconds.sum(axis=0)
     requests = sums[REQUESTS]
-    uncached = float(sums[UNCACHED] / requests)
+    uncached, prompt = float(sums[UNCACHED] / requests), float(sums[PROMPT] / requests)
+    context = prompt + output_tokens / 2
+    prompt_variance = max(float(sums[PROMPT_SQUARED] / requests) - prompt**2, 0.0)  # rounding
     return Mix(
         arrival_rps=float(requests / len(seconds)),
         uncached_tokens=uncached,
         uncached_squared=max(float(sums[UNCACHED_SQUARED] / requests), uncached**2),  # rounding
-        context_tokens=float(sums[PROMPT] / requests) + output_tokens / 2,
+        context_tokens=context,
+        context_squared=context**2 + prompt_variance,
         output_tokens=output_tokens,
     )
 

@@ -19,9 +19,9 @@ def test_seconds_are_summed_and_the_one_that_runs_is_left_out() -> None:
     window = PromptWindow(60.0)
     for at_s, prompt, cached in ((10.2, 100, 40), (10.9, 50, 0), (12.0, 200, 199), (13.5, 9, 0)):
         window.add(chosen(prompt, cached), at_s)
-    expected = [[2, 110, 60**2 + 50**2, 150], [0, 0, 0, 0], [1, 1, 1, 200]]
+    expected = [[2, 110, 60**2 + 50**2, 150, 100**2 + 50**2], [0] * 5, [1, 1, 1, 200, 200**2]]
     assert window.seconds(13.9).tolist() == expected
-    assert window.seconds(14.0).tolist() == [*expected, [1, 9, 81, 9]]
+    assert window.seconds(14.0).tolist() == [*expected, [1, 9, 81, 9, 81]]
 
 
 def test_a_prompt_that_is_cached_whole_still_computes_a_token() -> None:
@@ -29,7 +29,7 @@ def test_a_prompt_that_is_cached_whole_still_computes_a_token() -> None:
     window = PromptWindow(60.0)
     window.add(chosen(64, 64), 1.0)
     window.add(chosen(64, 80), 1.0)
-    assert window.seconds(2.0).tolist() == [[2, 2, 2, 128]]
+    assert window.seconds(2.0).tolist() == [[2, 2, 2, 128, 2 * 64**2]]
 
 
 @pytest.mark.parametrize("event", [chosen(100, role=Role.DECODE), chosen(100, attempt=2)])
@@ -37,7 +37,7 @@ def test_a_decode_leg_and_a_second_try_are_no_new_prompts(event: Chosen) -> None
     """The same request, told once more."""
     window = PromptWindow(60.0)
     window.add(event, 1.0)
-    assert window.seconds(5.0).shape == (0, 4)
+    assert window.seconds(5.0).shape == (0, 5)
 
 
 def test_the_window_moves_on_and_forgets() -> None:

@@ -53,7 +53,14 @@ def seconds(
 ) -> NDArray[np.float64]:
     """Return as many prompts of one length each second, or about as many, at random."""
     counts = np.full(length, per_s) if seed is None else np.random.default_rng(seed).poisson(per_s, length)
-    return np.stack([counts, counts * tokens, counts * tokens**2, counts * (tokens + 500)], axis=1)
+    return rows_of(counts, tokens)
+
+
+def rows_of(counts: NDArray[np.float64], tokens: float) -> NDArray[np.float64]:
+    """Return prompts of one length, 500 tokens of which are cached."""
+    whole = tokens + 500
+    columns = (counts, counts * tokens, counts * tokens**2, counts * whole, counts * whole**2)
+    return np.stack(columns, axis=1)
 
 
 def game(prefill: int = 2, decode: int = 6, rows: NDArray[np.float64] | None = None) -> Game:
@@ -184,6 +191,26 @@ def test_the_estimate_is_the_games_on_the_measured_mix() -> None:
     assert found.reason == ""
 
 
+def test_contexts_vary_as_prompts_do() -> None:
+    """As many of 1000 as of 3000 tokens, and 50 of output: mean 2050, variance 1000 squared."""
+    rows = seconds(15, 500, seed=None) + seconds(15, 2500, seed=None)
+    every = every_split(
+        Mix(
+            arrival_rps=30.0,
+            uncached_tokens=1500.0,
+            uncached_squared=(500.0**2 + 2500.0**2) / 2,
+            context_tokens=2050.0,
+            context_squared=2050.0**2 + 1000.0**2,
+            output_tokens=100.0,
+        ),
+        game().pools,
+        SLO,
+        8,
+    )
+    found = price_split(game(5, 3, rows))
+    assert (found.now, found.best) == (every[4], best_split(every))
+
+
 def test_too_few_prefill_workers_are_told_to_be_more() -> None:
     """2P can do 23 prompts/s of 85 ms; 30 come, and six decode workers have room."""
     found = price_split(game(2, 6))
@@ -226,8 +253,7 @@ def test_overload_is_told_though_the_rate_is_noisy() -> None:
     tenfold or a tenth, by the noise of the rate alone; that there is one is sure."""
     rng = np.random.default_rng(5)
     counts = rng.poisson(25, 60)  # of 23 that 2P can do
-    rows = np.stack([counts, counts * 1500.0, counts * 1500.0**2, counts * 2000.0], axis=1)
-    found = price_split(game(2, 6, rows))
+    found = price_split(game(2, 6, rows_of(counts, 1500.0)))
     assert found.gain_low is not None
     assert found.gain_high is not None
     assert found.gain_high > 10 * found.gain_low > 0.05

@@ -10,7 +10,7 @@ from collections import OrderedDict
 import numpy as np
 
 from dynamo_poa.errors import ConfigError
-from dynamo_poa.prompts import PROMPT, REQUESTS, UNCACHED, UNCACHED_SQUARED, Floats
+from dynamo_poa.prompts import PROMPT, PROMPT_SQUARED, REQUESTS, UNCACHED, UNCACHED_SQUARED, Floats
 from dynamo_poa.workloads import trace as traces
 from dynamo_poa.workloads.request import Request
 
@@ -29,11 +29,13 @@ def demand_of(path: str, cache_tokens: int, rate_rps: float | None) -> tuple[Flo
     order = np.argsort(at_s, kind="stable")
     uncached = np.zeros(len(requests))
     uncached[order] = _uncached([requests[index] for index in order.tolist()], cache_tokens)
+    prompts = np.array([request.input_tokens for request in requests], dtype=np.float64)
     columns = {
         REQUESTS: np.ones(len(requests)),
         UNCACHED: uncached,
         UNCACHED_SQUARED: uncached**2,
-        PROMPT: np.array([request.input_tokens for request in requests], dtype=np.float64),
+        PROMPT: prompts,
+        PROMPT_SQUARED: prompts**2,
     }
     seconds = np.zeros((int(at_s.max()) + 1, len(columns)))
     for column, values in columns.items():
