@@ -310,6 +310,22 @@ def test_measured_speeds_are_those_of_the_median_worker(tmp_path: Path) -> None:
         speeds_of_report(tmp_path / "absent")
 
 
+@pytest.mark.parametrize(("base_s", "told"), [(-0.1, "-0.1"), (1e308, "1e+308")])
+def test_speeds_that_no_worker_has_are_refused(tmp_path: Path, base_s: float, told: str) -> None:
+    """Rule: bad input is refused: figures of it would be no numbers."""
+    path = tmp_path / "report.json"
+    workers = [
+        {"role": "prefill", "curve": CURVES[Role.PREFILL], "samples": 99.0},
+        {"role": "decode", "curve": Curve(decode_base_s=base_s), "samples": 99.0},
+    ]
+    path.write_bytes(msgspec.json.encode({"workers": workers}))
+    with pytest.raises(ConfigError) as caught:
+        speeds_of_report(path)
+    assert caught.value.problems == (
+        f"--speeds {path}: decode curve.decode_base_s = {told}: must be in [0, 3600]",
+    )
+
+
 def test_the_speeds_of_a_recording_serve_a_trace(tmp_path: Path) -> None:
     """`estimate --json` of one, `advise --trace` of the other."""
     from dynamo_poa.serve.replay import encode, replay

@@ -16,6 +16,7 @@ from dynamo_poa.errors import ConfigError
 from dynamo_poa.values import Curve, Role
 
 ENOUGH_PASSES = 8  # of a worker whose measured speed is taken
+MAX_S = 3600.0  # of a pass, a token or a request: as wire.py has it
 
 
 def speeds_of_profile(profile: str) -> tuple[dict[Role, Curve], int | None, str]:
@@ -60,4 +61,8 @@ def speeds_of_report(path: Path) -> dict[Role, Curve]:
             raise ConfigError([f"--speeds {path}: has no {role} worker with {ENOUGH_PASSES} passes or more"])
         middle = statistics.median_low([one.factor or 1.0 for one in members])
         curves[role] = next(one.curve for one in members if (one.factor or 1.0) == middle)
+        for key, value in msgspec.structs.asdict(curves[role]).items():
+            if not 0 <= value <= MAX_S:
+                bound = f"must be in [0, {MAX_S:g}]"
+                raise ConfigError([f"--speeds {path}: {role} curve.{key} = {value:g}: {bound}"])
     return curves
