@@ -236,6 +236,15 @@ def test_a_search_that_runs_out_of_time_returns_what_it_has_and_a_bound(look_s, 
     assert (game.size_blocks @ found.holds <= game.capacity_blocks).all()
 
 
+def test_a_bound_that_takes_too_long_is_none():
+    """No placement costs less than nothing: nothing is proven of the greedy one that is left."""
+    game = random_game(np.random.default_rng(3), 4, 2)
+    savings = caching._Checked(game).savings()
+    whole, given_up = placing_program.relaxed(savings), placing_program.relaxed(savings, 0.0)
+    assert whole.least > 0.0
+    assert (given_up.holds.any(), given_up.least) == (False, 0.0)
+
+
 def test_a_game_too_large_to_search_is_placed_greedily_with_a_bound():
     """160 groups on 130 workers are more cells than MOST_CELLS; the relaxation bounds them."""
     game = drawn_game(2, 160, 130, 10, 0.015)
