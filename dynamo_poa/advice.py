@@ -3,8 +3,8 @@
 Owns: the conditions, how long they must hold, what interrupts them.
 Does not own: the estimate and its interval (split.py), how advice is told (report.py) and followed
               (components/poa_planner.py).
-Invariant: pure. Advice names a split that was found better again within every GRACE_S of the minute. Workers
-           that have been moved meanwhile begin it anew, and so does another split that stays ahead for longer.
+Invariant: pure. Advice names a split that was found better again within every GRACE_S of the minute. Another
+           one that stays ahead for longer begins it anew, and so do workers that have been moved meanwhile.
 Source: issue 7, Advice: outside noise and held for a minute. A worker that changes pools takes a minute or
         more to come back, so what does not last so long is no reason.
 """
