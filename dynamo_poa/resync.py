@@ -1,6 +1,6 @@
 """When a worker is asked what its cache holds, because events of it were missed.
 
-Owns: which mirrors are to be made whole, one question at a time, how long until one is asked again.
+Owns: which mirrors are to be made whole, how many are at once, how long until one is asked again.
 Does not own: the question (dynamo_host.py), how the answer and the events since are joined (residency.py).
 Invariant: until an answer has been taken the mirror says that it is approximate; a worker that cannot answer
            costs one question in RETRY_S, and its mirror goes on as it is.
@@ -29,6 +29,7 @@ Ask = Callable[[WorkerCard, WorkerKey, int], Awaitable[CacheHeld]]
 
 LOOK_S = 1.0
 RETRY_S = 30.0
+AT_ONCE = 4  # an answer may take 500 MB; a worker that never gives one must not hold up the others
 
 log = structlog.get_logger(__name__)
 
@@ -66,16 +67,27 @@ class Resync:
             await asyncio.gather(self._task, return_exceptions=True)
 
     async def look(self) -> None:
-        """Ask those that are due, one after another."""
+        """Ask those that are due, a few at a time."""
         mirrors = self._fleet.mirrors()
         present = {key for _, key, _ in mirrors}
         self._retry_at_s = {key: at_s for key, at_s in self._retry_at_s.items() if key in present}
-        outcomes = Counter[str]()
-        for card, key, mirror in mirrors:
-            publisher_id = mirror.asks
-            if publisher_id is not None and self._clock.monotonic_s() >= self._retry_at_s.get(key, 0.0):
-                self._retry_at_s[key] = self._clock.monotonic_s() + RETRY_S
-                outcomes[await self._one(card, key, mirror, publisher_id)] += 1
+        due = [
+            (card, key, mirror)
+            for card, key, mirror in mirrors
+            if mirror.asks is not None and self._clock.monotonic_s() >= self._retry_at_s.get(key, 0.0)
+        ]
+        outcomes, places = Counter[str](), asyncio.Semaphore(AT_ONCE)
+
+        async def ask(card: WorkerCard, key: WorkerKey, mirror: CacheMirror) -> None:
+            async with places:
+                publisher_id = mirror.asks
+                if publisher_id is not None:  # it may have been cleared while others were asked
+                    self._retry_at_s[key] = self._clock.monotonic_s() + RETRY_S
+                    outcomes[await self._one(card, key, mirror, publisher_id)] += 1
+
+        async with asyncio.TaskGroup() as asking:
+            for card, key, mirror in due:
+                asking.create_task(ask(card, key, mirror), name=f"ask for the cache of {key.worker_id}")
         if outcomes:
             log.info(telemetry.CACHES_ASKED, **outcomes)
 

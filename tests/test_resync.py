@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from dynamo_messages import Sender, cl, st
+from waiting import eventually
 
 from dynamo_poa.clock import ManualClock
 from dynamo_poa.errors import WireError, WorkerUnreachable
@@ -109,6 +110,29 @@ async def test_a_worker_cleared_meanwhile_keeps_its_empty_cache() -> None:
     resync = Resync(world.fleet, ask, world.clock)
     await resync.look()
     assert (resync.asked, resync.taken, world.caches()[W1]) == (1, 0, (0, False))
+
+
+async def test_a_worker_that_never_answers_holds_up_no_other() -> None:
+    """Each mirror is approximate until its own worker has answered, and no longer than that."""
+    world = World()
+    world.say(W2, st(W2, 3, None, [3]))
+    await world.clock.advance(GAP_WAIT_S)
+    world.fleet.take_notices(world.clock.monotonic_s())
+    hangs = asyncio.Event()
+
+    async def ask(card: WorkerCard, key: WorkerKey, publisher_id: int) -> CacheHeld:
+        if key.worker_id == W1:
+            await hangs.wait()
+        return CacheHeld((block(5), block(6), block(7)), 3 if key.worker_id == W2 else 7)
+
+    resync = Resync(world.fleet, ask, world.clock)
+    looking = asyncio.create_task(resync.look())
+    await eventually(lambda: resync.taken == 1)
+    assert world.caches() == {W1: (1, True), W2: (3, False)}
+    hangs.set()
+    await looking
+    assert world.caches() == {W1: (3, False), W2: (3, False)}
+    assert (resync.asked, resync.taken) == (2, 2)
 
 
 async def test_it_looks_by_itself_until_it_is_left() -> None:
