@@ -305,7 +305,7 @@ class DecisionLog:
     def _chosen(self, event: wire.Chosen, router_id: str, at_s: float) -> bool:
         """Take in a decision; tell whether its request is a new one."""
         self._overlaps.add(event, at_s)
-        self.demand.add(event, at_s)
+        self.demand.add(event, at_s, router_id)
         self.prompts.add(event, at_s)
         window = self._decided.setdefault(event.role, deque(maxlen=self._window))
         priced = price(

@@ -8,7 +8,7 @@ Invariant: bounded whatever routers send; every sampled request is in exactly on
 Source: theory.md, Γ_KV: request rates λ_g per prefix group g.
 """
 
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from typing import NamedTuple
 
 import msgspec
@@ -43,6 +43,7 @@ class _Sampled(NamedTuple):
     at_s: float
     prefix: tuple[int, ...]
     worker: WorkerKey
+    router_id: str
 
 
 class PrefixDemand:
@@ -56,25 +57,29 @@ class PrefixDemand:
         self._window_s, self._block_size = window_s, block_size
         self._sampled: deque[_Sampled] = deque()
         self._sharing: dict[int, int] = {}  # by chain, at every depth: sampled requests that begin with it
-        self._arrivals: deque[tuple[float, int]] = deque()  # by piece of the window: when it began, how many
+        # By piece of the window: when it began, how many came through each router.
+        self._arrivals: deque[tuple[float, Counter[str]]] = deque()
+        self._arrived: Counter[str] = Counter()  # in all pieces
+        self._told: Counter[str] = Counter()  # of the sampled ones
         self._since_s: float | None = None
 
-    def add(self, event: Chosen, at_s: float) -> None:
-        """Take in a decision received at an instant, not before the ones taken in already."""
+    def add(self, event: Chosen, at_s: float, router_id: str = "") -> None:
+        """Take in a router's decision received at an instant, not before the ones taken in already."""
         blocks = event.prompt_tokens // self._block_size
         if event.role is Role.DECODE or event.attempt != 1 or not blocks:
             return
         if self._since_s is None:
             self._since_s = at_s
-        if self._arrivals and at_s - self._arrivals[-1][0] < self._window_s / BUCKETS:
-            began_s, count = self._arrivals.pop()
-            self._arrivals.append((began_s, count + 1))
-        else:
-            self._arrivals.append((at_s, 1))
+        if not self._arrivals or at_s - self._arrivals[-1][0] >= self._window_s / BUCKETS:
+            self._arrivals.append((at_s, Counter()))
+        self._arrivals[-1][1][router_id] += 1
+        self._arrived[router_id] += 1
         # A router of another block size, or one that tells no depth or too many, says nothing of this cache.
         if len(event.prefix) != blocks.bit_length() or UNKNOWN in event.prefix:
             return
-        self._sampled.append(_Sampled(at_s, event.prefix, WorkerKey(event.worker_id, event.dp_rank)))
+        worker = WorkerKey(event.worker_id, event.dp_rank)
+        self._sampled.append(_Sampled(at_s, event.prefix, worker, router_id))
+        self._told[router_id] += 1
         for chain in event.prefix:
             self._sharing[chain] = self._sharing.get(chain, 0) + 1
         if len(self._sampled) > MAX_SAMPLED:
@@ -85,56 +90,60 @@ class PrefixDemand:
         while self._sampled and at_s - self._sampled[0].at_s > self._window_s:
             self._let_go()
         while self._arrivals and at_s - self._arrivals[0][0] > self._window_s:
-            self._arrivals.popleft()
+            self._arrived -= self._arrivals.popleft()[1]
 
     def groups(self, at_s: float, most: int) -> tuple[PrefixGroup, ...]:
         """Return the groups asked for most, most first.
 
         A request belongs to the longest prefix that another sampled request of the window has, too.
 
-            rate of a group at a worker = its sampled requests there * arrivals / sampled / span
+            rate of a group at a worker = sum over routers of
+                its sampled requests there * the router's arrivals / the router's sampled / span
+
+        Each router samples so many a second, whatever comes: one request of a busy router stands for more.
+        The arrivals of a router that has told of none are spread over the others'.
 
         Returns:  requests per second; () before two sampled requests have begun alike.
         """
-        counts: defaultdict[int, defaultdict[WorkerKey, int]] = defaultdict(lambda: defaultdict(int))
+        rates: defaultdict[int, defaultdict[WorkerKey, float]] = defaultdict(lambda: defaultdict(float))
         blocks: dict[int, int] = {}
-        sharing = self._sharing
+        sharing, each = self._sharing, self._each(at_s)
         for sampled in self._sampled:
             for index, chain in enumerate(reversed(sampled.prefix), 1):
                 if sharing[chain] > 1:
                     blocks[chain] = depth_blocks(len(sampled.prefix) - index)
-                    counts[chain][sampled.worker] += 1
+                    rates[chain][sampled.worker] += each[sampled.router_id]
                     break
-        asked = {chain: sum(by_worker.values()) for chain, by_worker in counts.items()}
-        each = self._each(at_s)
-        return tuple(
-            PrefixGroup(chain, blocks[chain], {key: count * each for key, count in counts[chain].items()})
-            for chain in sorted(asked, key=lambda chain: (-asked[chain], chain))[:most]
-        )
+        found = [PrefixGroup(chain, blocks[chain], dict(rates[chain])) for chain in rates]
+        return tuple(sorted(found, key=lambda group: (-group.rate, group.chain))[:most])
 
     def unshared_rate(self, at_s: float) -> float:
         """Return how many requests a second begin like no other: no cache placement serves them."""
-        alone = sum(self._sharing[sampled.prefix[0]] == 1 for sampled in self._sampled)
-        return alone * self._each(at_s)
+        each = self._each(at_s)
+        return sum(each[one.router_id] for one in self._sampled if self._sharing[one.prefix[0]] == 1)
 
     def arrival_rate(self, at_s: float) -> float:
         """Return how many requests a second have a prefix at all, sampled or not."""
         span_s = self._span_s(at_s)
-        return self._arrived / span_s if span_s > 0 else 0.0
+        return self._arrived.total() / span_s if span_s > 0 else 0.0
 
-    @property
-    def _arrived(self) -> int:
-        return sum(count for _, count in self._arrivals)
-
-    def _each(self, at_s: float) -> float:
-        """Return how many requests a second one sampled request stands for."""
-        return self.arrival_rate(at_s) / len(self._sampled) if self._sampled else 0.0
+    def _each(self, at_s: float) -> dict[str, float]:
+        """Return how many requests a second one sampled request of each router stands for."""
+        rate, told_of = self.arrival_rate(at_s), sum(self._arrived[router_id] for router_id in self._told)
+        return {
+            router_id: rate * self._arrived[router_id] / told_of / told if told_of else 0.0
+            for router_id, told in self._told.items()
+        }
 
     def _span_s(self, at_s: float) -> float:
         return 0.0 if self._since_s is None else min(at_s - self._since_s, self._window_s)
 
     def _let_go(self) -> None:
-        for chain in self._sampled.popleft().prefix:
+        gone = self._sampled.popleft()
+        self._told[gone.router_id] -= 1
+        if not self._told[gone.router_id]:
+            del self._told[gone.router_id]
+        for chain in gone.prefix:
             self._sharing[chain] -= 1
             if not self._sharing[chain]:
                 del self._sharing[chain]

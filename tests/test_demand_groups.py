@@ -60,6 +60,23 @@ def test_a_sampled_request_stands_for_those_that_were_not() -> None:
     assert found.arrival_rate(16.0) == 0.75
 
 
+def test_a_request_of_a_busy_router_stands_for_more() -> None:
+    """Each samples one a second, of 4 that came to the first and 40 to the second; a third tells of none."""
+    found = PrefixDemand(60.0, BLOCK)
+    for second in range(4):
+        found.add(asked(1), float(second), "calm")
+        for number in range(10):
+            found.add(asked(2, sampled=not number, worker=B), float(second), "busy")
+    assert [(group.chain, group.rates) for group in found.groups(8.0, 10)] == [(2, {B: 5.0}), (1, {A: 0.5})]
+    for _ in range(44):
+        found.add(asked(3, sampled=False), 7.0, "silent")
+    assert [(group.chain, group.rates) for group in found.groups(8.0, 10)] == [(2, {B: 10.0}), (1, {A: 1.0})]
+    found.add(asked(5), 7.0, "calm")
+    assert found.unshared_rate(8.0) == pytest.approx(1.0 * 89 / 45 / 8)
+    found.advance(68.5)
+    assert found.arrival_rate(68.5) == 0.0
+
+
 def test_of_more_groups_the_rarest_are_left_out() -> None:
     """Most asked for first, whoever serves them; equals in the order of their hash."""
     found = demand(
