@@ -119,5 +119,5 @@ async def _frame(reader: asyncio.StreamReader) -> TwoPart:
     header_bytes, body_bytes, _ = TWO_PART.unpack(head)
     if header_bytes + body_bytes > MAX_ANSWER_BYTES:
         raise FrameError("part_size", f"{header_bytes + body_bytes} bytes: must be <= {MAX_ANSWER_BYTES}")
-    rest = await reader.readexactly(header_bytes + body_bytes)
-    return TwoPart(raw=b"", header=rest[:header_bytes], body=rest[header_bytes:])
+    header = await reader.readexactly(header_bytes)
+    return TwoPart(raw=b"", header=header, body=await reader.readexactly(body_bytes))

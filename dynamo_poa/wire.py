@@ -370,7 +370,7 @@ class _RouterEvent(msgspec.Struct, gc=False):
 
 
 class _Dump(msgspec.Struct, gc=False):
-    events: list[_RouterEvent]
+    events: list[msgspec.Raw]  # each a _RouterEvent
     last_event_id: _Unsigned
 
 
@@ -415,6 +415,7 @@ _decode_coefficients = msgspec.msgpack.Decoder(Coefficients).decode
 _decode_cards = msgspec.msgpack.Decoder(Cards).decode
 _decode_answer = msgspec.msgpack.Decoder(_Answer).decode
 _decode_envelope = msgspec.msgpack.Decoder(_Envelope).decode
+_decode_event = msgspec.msgpack.Decoder(_RouterEvent).decode
 _decode_events = msgspec.msgpack.Decoder(list[_RouterEvent]).decode
 _decode_metrics = msgspec.msgpack.Decoder(KvMetrics).decode
 _decode_pass = msgspec.msgpack.Decoder(_ForwardPass).decode
@@ -542,9 +543,11 @@ def cache_held(body: bytes) -> CacheHeld:
     """
     try:
         dump = _decode_answer(body).data.tree_dump
+        # One by one: a single call that decodes all of them would hold up every other thread, ticks too.
+        events = [_kv_event(_decode_event(event)) for event in dump.events]
     except (msgspec.DecodeError, RecursionError) as error:
         raise WireError("answer", str(error)) from error
-    return CacheHeld(tuple([_kv_event(event) for event in dump.events]), dump.last_event_id)
+    return CacheHeld(tuple(events), dump.last_event_id)
 
 
 class _DisaggregatedEndpoint(msgspec.Struct, frozen=True):
