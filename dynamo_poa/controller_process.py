@@ -238,15 +238,10 @@ class ControllerProcess:
         runtime = dynamo_host.open_runtime()
         stack.callback(runtime.shutdown)
 
-        async def ask(card: WorkerCard, key: WorkerKey, publisher_id: int) -> CacheHeld:
-            endpoint = self._common.worker_endpoint(card.role)
-            return await dynamo_host.cache_of(runtime, endpoint, key, publisher_id)
-
-        await stack.enter_async_context(Resync(fleet, ask, self._clock))
         endpoints = {role: self._common.worker_endpoint(role) for role in Role}
         if self._router.exposes_decode:
             endpoints[Role.DECODE] = self._common.router_endpoint(Role.DECODE)
-        return await stack.enter_async_context(
+        directory = await stack.enter_async_context(
             dynamo_host.WorkerDirectory(
                 runtime,
                 endpoints,
@@ -254,6 +249,12 @@ class ControllerProcess:
                 block_size=self._common.block_size,  # whom routers refuse is no part of the pool
             )
         )
+
+        async def ask(card: WorkerCard, key: WorkerKey, publisher_id: int) -> CacheHeld:
+            return await directory.cache_of(key, publisher_id)
+
+        await stack.enter_async_context(Resync(fleet, ask, self._clock))
+        return directory
 
     async def _until_stopped(self, loop: ControlLoop) -> None:
         """Run the loop until a signal comes; a loop that ends by itself is an error."""

@@ -62,7 +62,6 @@ log = structlog.get_logger(__name__)
 DECODE_OVERRIDE = {"overlap_score_credit": 0.0, "assume_kv_reuse": False, "track_prefill_tokens": False}
 
 ADDRESSES_S = 0.25
-FIND_S = 2.0  # discovery has listed the worker already
 
 # The releases whose request plane the tests have seen (tests/integration, tests/compat): it is no public
 # interface, any other may differ.
@@ -225,6 +224,18 @@ class WorkerDirectory:
         """Return how many workers of a role are alive."""
         return sum(card.role is role for card in self._cards.values())
 
+    async def cache_of(self, key: WorkerKey, publisher_id: int) -> CacheHeld:
+        """Return what a worker says lies in the cache of one of its ranks.
+
+        Args:    publisher_id: of the rank's kv-events.
+        Raises:  WorkerUnreachable, also when it serves no such question; WireError.
+        Source:  measured on 1.4.2: a process serves all its endpoints at one address, so none is looked up
+                 in discovery: a client there costs threads and inotify instances that never come back.
+        """
+        transports = (watch.transport(key.worker_id) for watch in self._watches)
+        served = next(filter(None, transports), "").rpartition("/")[0]
+        return await ask_cache(f"{served}/worker_kv_query_source_{publisher_id:x}", key)
+
     def refresh(self) -> None:
         """Take over what discovery says now."""
         before, alive = set(self._cards), dict[int, WorkerCard]()  # reading adds to the cards
@@ -280,10 +291,15 @@ class _Watch:
 
     def host(self, worker_id: int) -> str:
         """Return where an instance takes requests; empty when it is not on tcp or the address is none."""
+        with contextlib.suppress(ValueError):
+            return Address.parse(self.transport(worker_id)).host
+        return ""
+
+    def transport(self, worker_id: int) -> str:
+        """Return an instance's `host:port/path`; empty when it is not listed, or not on tcp."""
         for instance in self._client.instances():
             if instance.instance_id == worker_id and instance.transport.kind == "tcp":
-                with contextlib.suppress(ValueError):
-                    return Address.parse(instance.transport.address).host
+                return str(instance.transport.address)
         return ""
 
     def cards_of(self, unread: set[int]) -> dict[int, str]:
@@ -515,26 +531,6 @@ class WorkerPool:
             if any(sign in str(error) for sign in _UNREACHABLE):
                 raise WorkerUnreachable(worker.worker_id, str(error)) from error
             raise
-
-
-async def cache_of(
-    runtime: DistributedRuntime, endpoint: str, key: WorkerKey, publisher_id: int
-) -> CacheHeld:
-    """Return what a worker says lies in the cache of one of its ranks.
-
-    Args:    endpoint: path of the one that serves requests.  publisher_id: of the rank's kv-events.
-    Raises:  WorkerUnreachable, also when it serves no such question; WireError.
-    """
-    try:
-        component = endpoint.rpartition(".")[0]
-        client = await runtime.endpoint(f"{component}.worker_kv_query_source_{publisher_id:x}").client()
-        async with asyncio.timeout(FIND_S):
-            await client.wait_for_instances()
-        transports = [at.transport for at in client.instances() if at.instance_id == key.worker_id]
-        address: str = next(at.address for at in transports if at.kind == "tcp")
-    except Exception as error:  # Dynamo raises plain Exception; nobody there, or not on tcp, is no address
-        raise WorkerUnreachable(key.worker_id, f"cache: {error!r}") from error
-    return await ask_cache(address, key)
 
 
 @functools.lru_cache(maxsize=65_536)  # prompts share their beginnings

@@ -11,7 +11,8 @@ import pytest
 
 from dynamo_poa import cache_question
 from dynamo_poa.cache_question import ask_cache
-from dynamo_poa.dynamo_host import cache_of
+from dynamo_poa.clock import ManualClock
+from dynamo_poa.dynamo_host import WorkerDirectory, _Watch
 from dynamo_poa.errors import WireError, WorkerUnreachable
 from dynamo_poa.frames import (
     ACCEPTED,
@@ -147,45 +148,32 @@ async def test_an_answer_that_is_not_the_whole_cache_is_refused(data: Any) -> No
     assert refused.value.reason == "answer"
 
 
-class Runtime:
-    """As much of Dynamo's runtime, endpoint and client as says where a question goes."""
-
-    def __init__(self, *instances: tuple[int, str, str]) -> None:
-        self.paths: list[str] = []
-        self._instances = [
-            SimpleNamespace(instance_id=worker_id, transport=SimpleNamespace(kind=kind, address=address))
-            for worker_id, kind, address in instances
-        ]
-
-    def endpoint(self, path: str) -> "Runtime":
-        self.paths.append(path)
-        return self
-
-    async def client(self) -> "Runtime":
-        return self
-
-    async def wait_for_instances(self) -> None:
-        if not self._instances:
-            raise Exception("no instances")
-
-    def instances(self) -> list[SimpleNamespace]:
-        return self._instances
+def directory_of(*instances: tuple[int, str, str]) -> WorkerDirectory:
+    """Return a directory to which discovery lists these, by id, kind and address."""
+    listed = [
+        SimpleNamespace(instance_id=worker_id, transport=SimpleNamespace(kind=kind, address=address))
+        for worker_id, kind, address in instances
+    ]
+    directory = WorkerDirectory(None, {}, ManualClock())
+    directory._watches.append(_Watch(None, SimpleNamespace(instances=lambda: listed)))
+    return directory
 
 
 async def test_the_question_goes_to_the_publisher_of_the_rank_s_events() -> None:
     """Host: its endpoint is named after the publisher, in hexadecimal, beside the one for requests."""
     async with Worker(answered(DUMP)).serving() as worker:
-        runtime = Runtime((1, "tcp", "elsewhere:1/x"), (W1, "tcp", worker.transport))
-        held = await cache_of(runtime, "ns.prefill.generate", WorkerKey(W1, 3), 0x15B96D18C8A022)
+        requests = worker.transport.rpartition("/")[0] + "/generate"
+        directory = directory_of((1, "tcp", "elsewhere:1/x"), (W1, "tcp", requests))
+        held = await directory.cache_of(WorkerKey(W1, 3), 0x15B96D18C8A022)
     assert (held.last_event_id, len(held.events)) == (17, 1)
-    assert runtime.paths == ["ns.prefill.worker_kv_query_source_15b96d18c8a022"]
+    assert worker.asked[0][0] == "8000000000000015/worker_kv_query_source_15b96d18c8a022"
 
 
 @pytest.mark.parametrize("instances", [(), ((W1, "nats", "x"),), ((1, "tcp", "elsewhere:1/x"),)])
 async def test_a_worker_that_serves_no_such_question_is_unreachable(instances: Any) -> None:
-    """Decode workers keep no account of their cache, and on another request plane nobody is asked."""
+    """On another request plane nobody is asked, nor one that discovery does not list."""
     with pytest.raises(WorkerUnreachable, match=f"worker {W1}: cache: "):
-        await cache_of(Runtime(*instances), "ns.backend.generate", WorkerKey(W1, 0), 1)
+        await directory_of(*instances).cache_of(WorkerKey(W1, 0), 1)
 
 
 def test_any_bytes_are_read_or_refused() -> None:
