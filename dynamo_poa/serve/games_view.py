@@ -57,7 +57,8 @@ def caching_text(found: CachingEstimate) -> str:
     if found.poa_hat is None:
         return f"PoA-hat none: {found.reason}{told}"
     size = f"{found.method}, {found.groups} prefix groups on {found.workers} workers"
-    return f"PoA-hat {number(found.poa_hat)} ({size}){told}"
+    costs = f"{number(found.observed_s)} GPU s a second, {number(found.optimal_s)} at best"
+    return f"PoA-hat {number(found.poa_hat)} ({costs}; {size}){told}"
 
 
 def _swap(swap: CacheSwap) -> str:
