@@ -123,8 +123,8 @@ def test_watch_shows_the_three_games() -> None:
     shown = [line for line in text(record_view(record)).splitlines() if line[:10].strip() in _ROWS]
     assert shown == [
         f"dominant    capacity: no routing parameter can help; {ADVISED}",
-        "caching     PoA-hat 1.500 (0.300 GPU s a second, 0.200 at best; exact, 40 prefix groups on 4 workers); "
-        "2.250 copies a block; 50.0% of capacity copies; 12.5% of evictions too early",
+        "caching     PoA-hat 1.500 (0.300 GPU s a second, 0.200 at best; exact, 40 prefix groups on 4 "
+        "workers); 2.250 copies a block; 50.0% of capacity copies; 12.5% of evictions too early",
         "after swap  ω 1 → 0.1: found cached 75.0% → 50.0% → - (before, during, after), "
         "copies a block 1.250 → -",
         "split       PoA-hat 1.067, now 3P/5D (TTFT 91.0%, ITL 99.0% within objective, 90.0 good requests/s)"
