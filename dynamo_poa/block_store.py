@@ -10,7 +10,8 @@ Source: one level of a log-structured merge tree: a sorted array of 16 bytes a b
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +22,7 @@ HashArray = NDArray[np.uint64]
 
 MIN_CHANGES = 8192  # a tier of so few blocks never needs an array
 MERGE_FRAC = 1 / 16  # merging costs about as much per change as a change itself, and changes 10 bytes a block
+PIECE = 16_384  # blocks put into an array by one call, which takes 1 ms
 MAX_EVICTIONS = 65_536  # remembered of a tier, at 100 bytes each
 _NONE: HashArray = np.zeros(0, np.uint64)
 
@@ -47,6 +49,20 @@ class BlockStore:
         self._gone: set[int] = set()  # places in the array
         self._shared = False  # both have been handed out, and are copied before they change
         self._rest(_NONE, _NONE)
+
+    @classmethod
+    def of(cls, chains: Mapping[int, int]) -> Self:
+        """Return a store of blocks with these chain hashes, made piece by piece: others have their turn."""
+        store, count = cls(), len(chains)
+        keys, values = np.empty(count, np.uint64), np.empty(count, np.uint64)
+        of_keys, of_values = iter(chains), iter(chains.values())
+        for start in range(0, count, PIECE):
+            size = min(PIECE, count - start)
+            keys[start : start + size] = np.fromiter(of_keys, np.uint64, size)
+            values[start : start + size] = np.fromiter(of_values, np.uint64, size)
+        order = np.argsort(keys)
+        store._rest(keys[order], values[order])
+        return store
 
     def __len__(self) -> int:
         """Return how many blocks there are."""

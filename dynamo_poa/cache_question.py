@@ -3,6 +3,7 @@
 Owns: the question's connections, from opening to closing; what is asked.
 Does not own: bytes (frames.py, wire.py), where the worker is (dynamo_host.py), when it is asked (resync.py).
 Invariant: whatever comes, it ends within ANSWER_S with an answer or one of two errors, its sockets closed.
+           What an answer amounts to is worked out beside the event loop.
 Source: host: each publisher of kv-events serves `worker_kv_query_source_<its id in hex>` beside `generate`,
         but where `enable_local_indexer` is off; Dynamo's routers ask it when they begin or miss events.
         Measured on 1.4.2: Dynamo's own Python client drops the answer, which is none of its annotated ones.
@@ -13,6 +14,7 @@ import uuid
 
 import msgspec
 
+from dynamo_poa.cache_whole import CacheWhole, whole_of
 from dynamo_poa.errors import FrameError, WorkerUnreachable
 from dynamo_poa.frames import (
     ACCEPTED,
@@ -25,17 +27,19 @@ from dynamo_poa.frames import (
     two_part,
 )
 from dynamo_poa.values import WorkerKey
-from dynamo_poa.wire import CacheHeld, cache_held
+from dynamo_poa.wire import cache_held
 
 ANSWER_S = 30.0  # a cache of millions of blocks takes seconds
 MAX_ANSWER_BYTES = 512 * 2**20  # of three million blocks: 172 bytes each
 
 
-async def ask_cache(transport: str, key: WorkerKey) -> CacheHeld:
+async def ask_cache(transport: str, key: WorkerKey) -> CacheWhole:
     """Return what lies in the cache of a rank.
 
     Args:    transport: `host:port/path` of the endpoint that answers, as discovery has it.
     Raises:  WorkerUnreachable when there is no answer; WireError when it is not the whole of a cache.
+    Source:  measured: meanwhile the event loop is held up by at most 9 ms for 25,000 blocks, 16 ms for
+             100,000, 53 ms for 500,000; longest where one call cuts the answer into its events.
     """
     try:
         host, port, path = split_transport(transport)
@@ -43,16 +47,22 @@ async def ask_cache(transport: str, key: WorkerKey) -> CacheHeld:
             body = await _asked(host, port, path, key)
     except (OSError, EOFError, FrameError) as error:  # a TimeoutError is an OSError
         raise WorkerUnreachable(key.worker_id, f"cache: {error!r}") from error
-    return await asyncio.to_thread(cache_held, body)  # seconds, of a large one
+    return await asyncio.to_thread(_read, body)  # seconds, of a large one
 
 
-async def _asked(host: str, port: int, path: str, key: WorkerKey) -> bytes:
+def _read(body: bytearray) -> CacheWhole:
+    return whole_of(cache_held(body))
+
+
+async def _asked(host: str, port: int, path: str, key: WorkerKey) -> bytearray:
     subject, answer = str(uuid.uuid4()), asyncio.get_running_loop().create_future()
     backs: list[asyncio.StreamWriter] = []
 
     async def dialled(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         backs.append(writer)
         try:
+            if answer.done():  # it is over: nobody would close this one
+                return
             body = await _answer(reader, subject)
             if not answer.done():
                 answer.set_result(body)
@@ -63,19 +73,24 @@ async def _asked(host: str, port: int, path: str, key: WorkerKey) -> bytes:
             writer.close()
 
     reader, writer = await asyncio.open_connection(host, port)
+    server = None
     try:
         # The worker dials back to where it is seen from.
         own = writer.get_extra_info("sockname")[0]
-        async with await asyncio.start_server(dialled, own, 0) as server:
-            back = f"{own}:{server.sockets[0].getsockname()[1]}"
-            writer.write(question(path, key, subject, back))
-            await writer.drain()
-            said = await reader.readexactly(len(ACCEPTED))
-            if said != ACCEPTED:
-                raise FrameError("refused", f"{int.from_bytes(said)} bytes of why")
-            result: bytes = await answer
-            return result
+        server = await asyncio.start_server(dialled, own, 0)
+        back = f"{own}:{server.sockets[0].getsockname()[1]}"
+        writer.write(question(path, key, subject, back))
+        await writer.drain()
+        said = await reader.readexactly(len(ACCEPTED))
+        if said != ACCEPTED:
+            raise FrameError("refused", f"{int.from_bytes(said)} bytes of why")
+        result: bytearray = await answer
+        return result
     finally:
+        answer.cancel()
+        # Not waited for: from Python 3.12.1 on that takes until the last connection is closed.
+        if server is not None:
+            server.close()
         for each in (writer, *backs):  # one that dialled back and says nothing would stay for ever
             each.close()
 
@@ -105,19 +120,32 @@ def question(path: str, key: WorkerKey, subject: str, back: str) -> bytes:
     return request_frame(path, headers, two_part(msgspec.json.encode(control), msgspec.msgpack.encode(body)))
 
 
-async def _answer(reader: asyncio.StreamReader, subject: str) -> bytes:
+async def _answer(reader: asyncio.StreamReader, subject: str) -> bytearray:
     """Return the body of the first data frame of an answer."""
     if subject_of(await _frame(reader)) != subject:
         raise FrameError("handshake", "an answer to something else")
     if (error := error_of(await _frame(reader))) is not None:
         raise FrameError("prologue", error)
-    return (await _frame(reader)).body
+    header_bytes, body_bytes = await _sizes(reader)
+    await reader.readexactly(header_bytes)
+    # Put together as it comes: read whole it would be copied in one piece, 0.06 s for 500,000 blocks.
+    body = bytearray()
+    while len(body) < body_bytes:
+        piece = await reader.read(body_bytes - len(body))
+        if not piece:
+            raise asyncio.IncompleteReadError(b"", body_bytes)
+        body += piece
+    return body
 
 
 async def _frame(reader: asyncio.StreamReader) -> TwoPart:
-    head = await reader.readexactly(TWO_PART.size)
-    header_bytes, body_bytes, _ = TWO_PART.unpack(head)
-    if header_bytes + body_bytes > MAX_ANSWER_BYTES:
-        raise FrameError("part_size", f"{header_bytes + body_bytes} bytes: must be <= {MAX_ANSWER_BYTES}")
+    header_bytes, body_bytes = await _sizes(reader)
     header = await reader.readexactly(header_bytes)
     return TwoPart(raw=b"", header=header, body=await reader.readexactly(body_bytes))
+
+
+async def _sizes(reader: asyncio.StreamReader) -> tuple[int, int]:
+    header_bytes, body_bytes, _ = TWO_PART.unpack(await reader.readexactly(TWO_PART.size))
+    if header_bytes + body_bytes > MAX_ANSWER_BYTES:
+        raise FrameError("part_size", f"{header_bytes + body_bytes} bytes: must be <= {MAX_ANSWER_BYTES}")
+    return header_bytes, body_bytes

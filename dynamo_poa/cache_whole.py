@@ -2,8 +2,9 @@
 
 Owns: which prefix each block of an answer ends, whatever the order in which the answer names them.
 Does not own: the answer's bytes (wire.py), whether it is of use, what has happened since (residency.py).
-Invariant: pure, in any thread: of a large cache it takes seconds, which no tick may wait for. Parents that
-           never come, or go round in a circle, end no prefix.
+Invariant: pure, in any thread: of a large cache it takes seconds, which no tick may wait for. Nor does one
+           wait long for Python's own lock: blocks are taken one by one or by the piece. Parents that never
+           come, or go round in a circle, end no prefix.
 Source: measured: Dynamo 1.4.2 tells a cache as `stored` events, a parent also after its children.
 """
 
@@ -24,21 +25,20 @@ class CacheWhole(NamedTuple):
 
 def whole_of(held: CacheHeld) -> CacheWhole:
     """Return the whole of a cache from what its worker said."""
-    blocks: dict[Tier, dict[int, None]] = {Tier.DEVICE: {}}
+    blocks: dict[Tier, dict[int, int]] = {Tier.DEVICE: {}}
     parents: dict[int, tuple[int | None, int]] = {}  # and the block's own tokens
     for event in held.events:
         if isinstance(event.data, KvStored):
             parent, of_tier = event.data.parent_hash, blocks.setdefault(event.tier, {})
             for block, tokens_hash in zip(event.data.block_hashes, event.data.tokens_hashes, strict=True):
-                of_tier[block] = None
+                of_tier[block] = UNKNOWN
                 parents[block] = parent, tokens_hash
                 parent = block
     chains = _chains(parents)
-    tiers = {}
-    for tier, of_tier in blocks.items():
-        tiers[tier] = BlockStore()
-        tiers[tier].put(list(of_tier), [chains[block] for block in of_tier])
-    return CacheWhole(tiers, held.last_event_id)
+    for of_tier in blocks.values():
+        for block in of_tier:
+            of_tier[block] = chains[block]
+    return CacheWhole({tier: BlockStore.of(of_tier) for tier, of_tier in blocks.items()}, held.last_event_id)
 
 
 def _chains(parents: dict[int, tuple[int | None, int]]) -> dict[int, int]:

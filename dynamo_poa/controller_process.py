@@ -17,6 +17,7 @@ import structlog
 
 from dynamo_poa import dynamo_host, telemetry
 from dynamo_poa.bus import Bus
+from dynamo_poa.cache_whole import CacheWhole
 from dynamo_poa.cards import CardsSink
 from dynamo_poa.clock import Clock, SystemClock
 from dynamo_poa.coefficients_sink import CoefficientsSink
@@ -42,7 +43,7 @@ from dynamo_poa.telemetry import BusSink, LogSink, MetricsServer, configure_logg
 from dynamo_poa.tick import Settings
 from dynamo_poa.ttft import FrontendScraper
 from dynamo_poa.values import Role, Setting, WorkerCard, WorkerKey
-from dynamo_poa.wire import FORWARD_PASS_METRICS, KV_EVENTS, KV_METRICS, CacheHeld, ForwardPass, subject
+from dynamo_poa.wire import FORWARD_PASS_METRICS, KV_EVENTS, KV_METRICS, ForwardPass, subject
 
 log = structlog.get_logger()
 
@@ -250,7 +251,7 @@ class ControllerProcess:
             )
         )
 
-        async def ask(card: WorkerCard, key: WorkerKey, publisher_id: int) -> CacheHeld:
+        async def ask(card: WorkerCard, key: WorkerKey, publisher_id: int) -> CacheWhole:
             return await directory.cache_of(key, publisher_id)
 
         await stack.enter_async_context(Resync(fleet, ask, self._clock))

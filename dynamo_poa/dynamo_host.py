@@ -39,6 +39,7 @@ from dynamo.runtime import DistributedRuntime
 
 from dynamo_poa.booking import PinnedBookings
 from dynamo_poa.cache_question import ask_cache
+from dynamo_poa.cache_whole import CacheWhole
 from dynamo_poa.clock import Clock
 from dynamo_poa.config import CommonConfig, RouterConfig
 from dynamo_poa.errors import (
@@ -54,7 +55,7 @@ from dynamo_poa.errors import (
 from dynamo_poa.handover import of_the_other_leg
 from dynamo_poa.prefixes import prefix_hashes
 from dynamo_poa.values import Address, Booked, Candidate, Role, RouterParams, WorkerCard, WorkerKey
-from dynamo_poa.wire import MAX_CANDIDATES, CacheHeld, card_from_mdc
+from dynamo_poa.wire import MAX_CANDIDATES, card_from_mdc
 
 log = structlog.get_logger(__name__)
 
@@ -224,7 +225,7 @@ class WorkerDirectory:
         """Return how many workers of a role are alive."""
         return sum(card.role is role for card in self._cards.values())
 
-    async def cache_of(self, key: WorkerKey, publisher_id: int) -> CacheHeld:
+    async def cache_of(self, key: WorkerKey, publisher_id: int) -> CacheWhole:
         """Return what a worker says lies in the cache of one of its ranks.
 
         Args:    publisher_id: of the rank's kv-events.

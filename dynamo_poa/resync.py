@@ -17,15 +17,14 @@ from typing import Self
 import structlog
 
 from dynamo_poa import telemetry
-from dynamo_poa.cache_whole import whole_of
+from dynamo_poa.cache_whole import CacheWhole
 from dynamo_poa.clock import Clock
 from dynamo_poa.errors import WireError, WorkerUnreachable
 from dynamo_poa.fleet import Fleet
 from dynamo_poa.residency import CacheMirror
 from dynamo_poa.values import WorkerCard, WorkerKey
-from dynamo_poa.wire import CacheHeld
 
-Ask = Callable[[WorkerCard, WorkerKey, int], Awaitable[CacheHeld]]
+Ask = Callable[[WorkerCard, WorkerKey, int], Awaitable[CacheWhole]]
 
 LOOK_S = 1.0
 RETRY_S = 30.0
@@ -101,7 +100,7 @@ class Resync:
         self.asked += 1
         mirror.ask()
         try:
-            held = await asyncio.to_thread(whole_of, await self._ask(card, key, publisher_id))
+            held = await self._ask(card, key, publisher_id)
         except (WorkerUnreachable, WireError):
             return "unanswered"
         finally:

@@ -8,6 +8,7 @@ Source: measured on Dynamo 1.4.2; ours carry a version.
 """
 
 import functools
+from collections.abc import Iterable, Iterator
 from enum import StrEnum
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -223,7 +224,7 @@ class Tier(StrEnum):
     EXTERNAL = "external"
 
 
-class KvStored(msgspec.Struct, frozen=True):
+class KvStored(msgspec.Struct, frozen=True, gc=False):
     """Blocks entered the cache: sent when the pass is scheduled, before its prefill has finished.
 
     parent_hash:    of the block before the first one; None at the start of a prompt
@@ -236,17 +237,17 @@ class KvStored(msgspec.Struct, frozen=True):
     tokens_hashes: tuple[int, ...]
 
 
-class KvRemoved(msgspec.Struct, frozen=True):
+class KvRemoved(msgspec.Struct, frozen=True, gc=False):
     """Blocks left one tier of the cache. Hashes are unsigned 64-bit."""
 
     block_hashes: tuple[int, ...]
 
 
-class KvCleared(msgspec.Struct, frozen=True):
+class KvCleared(msgspec.Struct, frozen=True, gc=False):
     """Every block left the cache: all tiers and all ranks of the worker, whatever tier and rank say."""
 
 
-class KvEvent(msgspec.Struct, frozen=True):
+class KvEvent(msgspec.Struct, frozen=True, gc=False):
     """One change of a worker's cache.
 
     event_id:  consecutive from 1 per (worker_id, dp_rank), however events are batched
@@ -262,11 +263,11 @@ class KvEvent(msgspec.Struct, frozen=True):
 class CacheHeld(msgspec.Struct, frozen=True):
     """What a worker says its cache holds, when it is asked.
 
-    events:         `stored` ones, numbered anew; a parent may come after its children
+    events:         `stored` ones, numbered anew; a parent may come after its children; to be read once
     last_event_id:  they are the cache as it was after this one of its events
     """
 
-    events: tuple[KvEvent, ...]
+    events: Iterable[KvEvent]
     last_event_id: int
 
 
@@ -535,19 +536,31 @@ def _kv_event(raw: _RouterEvent) -> KvEvent:
     return KvEvent(raw.worker_id, raw.event.dp_rank, raw.event.event_id, raw.storage_tier, data)
 
 
-def cache_held(body: bytes) -> CacheHeld:
+def cache_held(body: bytes | bytearray) -> CacheHeld:
     """Read a worker's answer to being asked for the whole of its cache: the body of its data frame.
 
-    Raises:   WireError with reason `answer`: also when the worker says that it cannot tell.
+    Events are decoded as they are read, and let go of then: one call for all of them would hold up every
+    other thread, ticks too, and so would the garbage collector's looking at all of them.
+
+    Raises:   WireError with reason `answer`: also when the worker says that it cannot tell; so does
+              reading the events.
     Source:   measured on Dynamo 1.4.2: {"data": {"TreeDump": {"events": [...], "last_event_id": 17}}, ...}.
     """
     try:
         dump = _decode_answer(body).data.tree_dump
-        # One by one: a single call that decodes all of them would hold up every other thread, ticks too.
-        events = [_kv_event(_decode_event(event)) for event in dump.events]
     except (msgspec.DecodeError, RecursionError) as error:
         raise WireError("answer", str(error)) from error
-    return CacheHeld(tuple(events), dump.last_event_id)
+    return CacheHeld(_events(dump.events), dump.last_event_id)
+
+
+def _events(raw: list[msgspec.Raw]) -> Iterator[KvEvent]:
+    raw.reverse()
+    while raw:
+        try:
+            event = _kv_event(_decode_event(raw.pop()))
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise WireError("answer", str(error)) from error
+        yield event
 
 
 class _DisaggregatedEndpoint(msgspec.Struct, frozen=True):

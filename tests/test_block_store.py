@@ -5,7 +5,7 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st_
 
-from dynamo_poa.block_store import MAX_EVICTIONS, BlockStore, Evictions
+from dynamo_poa.block_store import MAX_EVICTIONS, PIECE, BlockStore, Evictions
 from dynamo_poa.prefixes import UNKNOWN
 
 
@@ -30,6 +30,19 @@ def test_a_known_beginning_is_not_forgotten_and_an_unknown_one_is_learnt() -> No
         store = store_of({1: 11, 2: UNKNOWN}, min_changes)
         store.put([1, 2], [UNKNOWN, 22])
         assert (store.chain(1), store.chain(2), len(store)) == (11, 22, 2)
+
+
+def test_a_store_made_of_many_blocks_at_once_holds_them_all() -> None:
+    """More than a piece, and not in order; an unknown beginning is still learnt."""
+    chance = random.Random(2)
+    blocks = [chance.getrandbits(64) for _ in range(2 * PIECE + 1)]
+    made = BlockStore.of({block: number for number, block in enumerate(blocks)})
+    assert (len(made), made.blocks()) == (2 * PIECE + 1, frozenset(blocks))
+    assert all(made.chain(block) == number for number, block in enumerate(blocks))
+    assert (made.chain(blocks[0]), len(BlockStore.of({}))) == (UNKNOWN, 0)
+    made.put((blocks[0],), (9,))
+    assert (made.chain(blocks[0]), len(made)) == (9, 2 * PIECE + 1)
+    assert made.discard(blocks[:2]) == blocks[:2]
 
 
 def test_what_was_frozen_does_not_change_and_leaves_out_unknown_beginnings() -> None:

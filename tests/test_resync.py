@@ -7,6 +7,7 @@ import pytest
 from dynamo_messages import Sender, cl, st
 from waiting import eventually
 
+from dynamo_poa.cache_whole import CacheWhole, whole_of
 from dynamo_poa.clock import ManualClock
 from dynamo_poa.errors import WireError, WorkerUnreachable
 from dynamo_poa.fleet import Fleet
@@ -43,12 +44,12 @@ class World:
     def say(self, worker_id: int, message: Any) -> None:
         self.sender.send(f"{worker_id}", message, self.clock.monotonic_s())
 
-    async def ask(self, card: WorkerCard, key: WorkerKey, publisher_id: int) -> CacheHeld:
+    async def ask(self, card: WorkerCard, key: WorkerKey, publisher_id: int) -> CacheWhole:
         assert card.worker_id == key.worker_id
         self.asked.append((key, publisher_id))
         if isinstance(self.answer, Exception):
             raise self.answer
-        return self.answer
+        return whole_of(self.answer)
 
     def caches(self) -> dict[int, tuple[int | None, bool]]:
         return {
@@ -103,9 +104,9 @@ async def test_a_worker_cleared_meanwhile_keeps_its_empty_cache() -> None:
     """The answer may be older than the clear."""
     world = World()
 
-    async def ask(card: WorkerCard, key: WorkerKey, publisher_id: int) -> CacheHeld:
+    async def ask(card: WorkerCard, key: WorkerKey, publisher_id: int) -> CacheWhole:
         world.say(W1, cl(W1, 8))
-        return CacheHeld((block(5),), 7)
+        return whole_of(CacheHeld((block(5),), 7))
 
     resync = Resync(world.fleet, ask, world.clock)
     await resync.look()
@@ -120,10 +121,10 @@ async def test_a_worker_that_never_answers_holds_up_no_other() -> None:
     world.fleet.take_notices(world.clock.monotonic_s())
     hangs = asyncio.Event()
 
-    async def ask(card: WorkerCard, key: WorkerKey, publisher_id: int) -> CacheHeld:
+    async def ask(card: WorkerCard, key: WorkerKey, publisher_id: int) -> CacheWhole:
         if key.worker_id == W1:
             await hangs.wait()
-        return CacheHeld((block(5), block(6), block(7)), 3 if key.worker_id == W2 else 7)
+        return whole_of(CacheHeld((block(5), block(6), block(7)), 3 if key.worker_id == W2 else 7))
 
     resync = Resync(world.fleet, ask, world.clock)
     looking = asyncio.create_task(resync.look())
