@@ -546,7 +546,12 @@ class ControllerConfig(Section, frozen=True, kw_only=True):
     ] = 60.0
     games_s: Annotated[
         float,
-        Knob("cache placement and the split of workers are priced so often", "s", low=0.5, high=600),
+        Knob(
+            "cache placement and the split of workers are priced so often; advice takes six looks in a minute",
+            "s",
+            low=0.5,
+            high=10,
+        ),
     ] = 5.0
     window: Annotated[
         int, Knob("decisions the paper's own PoA-hat (`frozen`) is computed over", low=16, high=4096)

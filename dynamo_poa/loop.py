@@ -303,7 +303,8 @@ class ControlLoop:
         if self._is_due("estimate", at_s, config.estimate_s):
             self._pricer.look(at_s, workers, decisions, self._asked_about())
         caching, allocation = self._slow_games(at_s)
-        self._advice = next_advice(self._advice, allocation, at_s)
+        looked_at_s = None if self._games is None else self._games.looked_at_s
+        self._advice = next_advice(self._advice, allocation, looked_at_s, at_s)
         ttft, traffic = decisions.take_ttft(), decisions.traffic(at_s)
         if self._frontend is not None:
             from_frontend, snapshot = self._frontend.take(at_s)

@@ -3,7 +3,8 @@
 Owns: the one job at a time in a worker thread, the latest estimates.
 Does not own: what is computed (placement.py, split.py), when it is due (loop.py).
 Invariant: a job that takes longer than the time to the next skips it, counted; games that fail, or take more
-           than MAX_AGE_S, are absent with a reason until one succeeds.
+           than MAX_AGE_S, are absent with a reason until one succeeds. One that is no game (GameError) is
+           absent with its reason and leaves the other alone; any other failure is a fault and takes both.
 """
 
 import asyncio
@@ -11,6 +12,7 @@ import math
 from collections.abc import Awaitable, Callable
 
 from dynamo_poa.coupling import AllocationEstimate, CachingEstimate
+from dynamo_poa.errors import GameError
 from dynamo_poa.one_job import OneJob
 
 MAX_AGE_S = 60.0  # advice must not stand on what was so long ago, nor may a planner act on it
@@ -25,6 +27,7 @@ class SlowGames:
     """Prices both games now and then.
 
     caching, allocation:  the latest estimates
+    looked_at_s:          instant that both are of; None before the first
     """
 
     def __init__(
@@ -36,6 +39,7 @@ class SlowGames:
         """
         self.caching = CachingEstimate(reason="not priced yet")
         self.allocation = AllocationEstimate(reason="not priced yet")
+        self.looked_at_s: float | None = None
         self._note_caching, self._note_allocation = note_caching, note_allocation
         self._run = run
         self._job = OneJob("slow games")
@@ -74,4 +78,17 @@ class SlowGames:
 
     async def _price(self, at_s: float) -> None:
         caching, allocation = self._note_caching(at_s), self._note_allocation(at_s)
-        self.caching, self.allocation = await self._run(lambda: (caching(), allocation()))
+        self.caching, self.allocation = await self._run(lambda: _priced(caching, allocation))
+        self.looked_at_s = at_s
+
+
+def _priced(caching: Callable[[], CachingEstimate], allocation: Callable[[], AllocationEstimate]) -> Found:
+    """Price both games; what is no game is absent, with its reason."""
+    try:
+        priced = caching()
+    except GameError as error:
+        priced = CachingEstimate(reason=f"pricing failed: {error}")
+    try:
+        return priced, allocation()
+    except GameError as error:
+        return priced, AllocationEstimate(reason=f"pricing failed: {error}")

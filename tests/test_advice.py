@@ -13,6 +13,7 @@ from dynamo_poa.telemetry import TelemetryRecord
 from dynamo_poa.tick import Event, Observation
 
 TICK_S = 0.25
+LOOK_S = 5.0
 
 
 def at(prefill: int, decode: int) -> Attainment:
@@ -35,12 +36,13 @@ NOTHING_BETTER = AllocationEstimate(now=at(3, 5))
 UNKNOWN = AllocationEstimate(reason="no decode workers")
 
 
-def run(*spans: tuple[float, AllocationEstimate]) -> AdviceState:
-    """Return the state after ticks that see each estimate for so many seconds."""
+def run(*spans: tuple[float, AllocationEstimate], look_s: float = LOOK_S) -> AdviceState:
+    """Return the state after ticks that see each estimate for so many seconds, found anew every `look_s`."""
     state, at_s = AdviceState(), 1000.0
     for seconds, allocation in spans:
+        since_s = at_s
         for _ in range(round(seconds / TICK_S)):
-            state = next_advice(state, allocation, at_s)
+            state = next_advice(state, allocation, at_s - (at_s - since_s) % look_s, at_s)
             at_s += TICK_S
     return state
 
@@ -92,6 +94,36 @@ def test_what_stays_away_longer_begins_the_minute_anew(other: AllocationEstimate
     assert run((90.0, found()), (15.5, other)).given is None
 
 
+@pytest.mark.parametrize("other", [NOTHING_BETTER, UNKNOWN, found(5)])
+def test_what_one_look_in_three_finds_is_never_advised(other: AllocationEstimate) -> None:
+    """A look every 15 s is within the grace; more than half of the minute's looks must have found it."""
+    third = ((5.0, found()), (10.0, other))
+    assert run(*third * 20, (5.0, found())).given is None
+    two_thirds = ((10.0, found()), (5.0, other))
+    assert run(*two_thirds * 4).given is None
+    assert run(*two_thirds * 4, (5.0, found())).given is not None
+
+
+def test_advice_is_withdrawn_once_fewer_than_half_of_the_looks_find_it() -> None:
+    """Those of the last minute: an hour of being ahead counts for no more."""
+    third = ((5.0, found()), (10.0, NOTHING_BETTER))
+    assert run((3600.0, found()), *third * 2).given is not None
+    assert run((3600.0, found()), *third * 4).given is None
+
+
+def test_one_estimate_is_one_look_however_long_it_stands() -> None:
+    """Six looks that found it at least: pricing may take as long as it is due again."""
+    assert run((300.0, found()), look_s=1000.0).given is None
+    assert run((100.0, found()), look_s=20.0).given is None
+    assert run((100.0 + TICK_S, found()), look_s=20.0).given is not None
+    assert run((120.0, found()), (12.0, NOTHING_BETTER), (TICK_S, found()), look_s=20.0).given is not None
+
+
+def test_nothing_is_advised_before_the_first_look() -> None:
+    """Then nothing is priced."""
+    assert next_advice(AdviceState(), UNKNOWN, None, 5.0) == AdviceState(since_s=5.0, seen_s=5.0)
+
+
 def test_another_split_is_advised_after_a_minute_of_its_own() -> None:
     """The first is withdrawn after the grace, the second then has its minute."""
     assert run((90.0, found()), (75.0, found(5))).given is None
@@ -119,17 +151,25 @@ def test_moving_workers_ends_the_advice_at_once() -> None:
 def test_advice_is_always_of_what_was_seen_within_the_grace(
     spans: list[tuple[float, AllocationEstimate]],
 ) -> None:
-    """Whatever comes: it names a split found better within 15 s, and first a minute ago or more."""
+    """It names a split found better within 15 s, first a minute ago or more, and by most looks since."""
     state, at_s, last_s = AdviceState(), 0.0, {}
+    looks: dict[float, tuple[Split, Split] | None] = {}
     for seconds, allocation in spans:
+        since_s = at_s
         for _ in range(round(seconds / TICK_S)):
+            looked_at_s, move = at_s - (at_s - since_s) % LOOK_S, None
             if (better := worth_it(allocation)) is not None:
-                last_s[better.now.split, better.then.split] = at_s
-            state = next_advice(state, allocation, at_s)
+                move = better.now.split, better.then.split
+                last_s[move] = at_s
+            looks.setdefault(looked_at_s, move)
+            state = next_advice(state, allocation, looked_at_s, at_s)
             if state.given is not None:
-                seen_s = last_s[state.given.now.split, state.given.then.split]
-                assert at_s - seen_s <= 15.0
+                advised = state.given.now.split, state.given.then.split
+                assert at_s - last_s[advised] <= 15.0
                 assert 60.0 <= state.given.held_s <= at_s
+                minute = [of for look_s, of in looks.items() if look_s >= at_s - 60.0]
+                assert minute.count(advised) >= 6
+                assert minute.count(advised) > len(minute) / 2
             at_s += TICK_S
 
 

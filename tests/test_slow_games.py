@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable
 
 from dynamo_poa.coupling import AllocationEstimate, CachingEstimate
+from dynamo_poa.errors import GameError
 from dynamo_poa.slow_games import Found, SlowGames
 
 
@@ -22,10 +23,11 @@ async def test_both_are_priced_as_they_stood_when_looked_at() -> None:
     """Contract: what is noted is of one instant."""
     noted: list[float] = []
     slow = games(asyncio.to_thread, noted)
-    assert slow.caching.poa_hat is slow.allocation.poa_hat is None
+    assert slow.caching.poa_hat is slow.allocation.poa_hat is slow.looked_at_s is None
     slow.look(3.0)
     await slow.settled()
     assert (slow.caching.poa_hat, slow.allocation.poa_hat, noted) == (3.0, 6.0, [3.0])
+    assert slow.looked_at_s == 3.0
     assert slow.take_failure() is None
 
 
@@ -91,6 +93,40 @@ async def test_a_failed_job_leaves_no_estimate_and_is_told_once() -> None:
     slow.look(2.0)
     await slow.settled()
     assert slow.caching.poa_hat == 2.0
+
+
+async def test_one_that_is_no_game_takes_nothing_from_the_other() -> None:
+    """Its reason is told in its place; that is no failure of the job."""
+    broken: list[str] = []
+
+    def note_caching(at_s: float) -> Callable[[], CachingEstimate]:
+        def price() -> CachingEstimate:
+            if "caching" in broken:
+                raise GameError("rate[0, 1]", -1.0, ">= 0")
+            return CachingEstimate(poa_hat=at_s)
+
+        return price
+
+    def note_allocation(at_s: float) -> Callable[[], AllocationEstimate]:
+        def price() -> AllocationEstimate:
+            if "allocation" in broken:
+                raise GameError("context_tokens", 0.0, "in (0, inf)")
+            return AllocationEstimate(poa_hat=at_s)
+
+        return price
+
+    slow = SlowGames(note_caching, note_allocation)
+    broken.append("caching")
+    slow.look(1.0)
+    await slow.settled()
+    why = "pricing failed: rate[0, 1] = -1.0: must be >= 0"
+    assert (slow.caching, slow.allocation.poa_hat) == (CachingEstimate(reason=why), 1.0)
+    broken[:] = ["allocation"]
+    slow.look(2.0)
+    await slow.settled()
+    why = "pricing failed: context_tokens = 0.0: must be in (0, inf)"
+    assert (slow.caching.poa_hat, slow.allocation) == (2.0, AllocationEstimate(reason=why))
+    assert slow.take_failure() is None
 
 
 async def test_closing_ends_a_job_that_runs() -> None:
