@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from dynamo_poa.prefixes import UNKNOWN, depth_blocks
+from dynamo_poa.prefixes import UNKNOWN, depth_blocks, told_blocks
 from dynamo_poa.values import Role, WorkerKey
 from dynamo_poa.wire import Chosen
 
@@ -75,7 +75,8 @@ class PrefixDemand:
         self._arrivals[-1][1][router_id] += 1
         self._arrived[router_id] += 1
         # A router of another block size, or one that tells no depth or too many, says nothing of this cache.
-        if len(event.prefix) != blocks.bit_length() or UNKNOWN in event.prefix:
+        depths = told_blocks(event.prompt_tokens, self._block_size).bit_length()
+        if len(event.prefix) != depths or UNKNOWN in event.prefix:
             return
         worker = WorkerKey(event.worker_id, event.dp_rank)
         self._sampled.append(_Sampled(at_s, event.prefix, worker, router_id))

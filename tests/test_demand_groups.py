@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamo_poa.demand_groups import MAX_SAMPLED, PrefixDemand, PrefixGroup
-from dynamo_poa.prefixes import prefix_hashes, rolled
+from dynamo_poa.prefixes import PREFIX_TOKENS, prefix_hashes, rolled
 from dynamo_poa.values import Role, WorkerKey
 from dynamo_poa.wire import Chosen
 
@@ -34,6 +34,15 @@ def demand(*events: Chosen, every_s: float = 1.0, window_s: float = 60.0) -> Pre
     for number, event in enumerate(events):
         made.add(event, number * every_s)
     return made
+
+
+def test_of_a_long_prompt_as_much_is_told_as_routers_hash() -> None:
+    """They stop at PREFIX_TOKENS; more depths than that are another block size's."""
+    blocks = tuple(range(1, 2 * PREFIX_TOKENS // BLOCK + 1))
+    whole = prefix_hashes(blocks)
+    told, deeper = asked(*blocks, prefix=whole[:-1]), asked(*blocks, prefix=whole)
+    (group,) = demand(told, told, deeper, deeper).groups(4.0, 10)
+    assert (group.chain, group.blocks, group.rates) == (whole[-2], PREFIX_TOKENS // BLOCK, {A: 1.0})
 
 
 def test_a_request_belongs_to_the_longest_prefix_that_another_has_too() -> None:

@@ -24,7 +24,7 @@ from dynamo_poa.dynamo_host import (
     use_relay,
 )
 from dynamo_poa.errors import ConfigError, Unhashed, Unpicked, WorkerUnreachable
-from dynamo_poa.prefixes import roll
+from dynamo_poa.prefixes import prefix_hashes, roll
 from dynamo_poa.values import Address, Booked, Candidate, Role, RouterParams, WorkerKey
 
 PARAMS = RouterParams(revision=3, router_temperature=0.7, overlap_weight=0.1)
@@ -184,6 +184,13 @@ def test_a_prompt_s_prefixes_are_its_blocks_rolled_up() -> None:
     two = roll(first, second)
     assert pool.prefix(tokens) == (first, two, roll(roll(two, third), fourth))
     assert pool.prefix(tokens[:15]) == ()
+
+
+def test_of_a_long_prompt_only_the_beginning_is_hashed() -> None:
+    """131,072 tokens would take 2 ms of the router's event loop."""
+    pool = WorkerPool(None, None, Role.PREFILL, 16, ManualClock())
+    tokens = list(range(70_000))
+    assert pool.prefix(tokens) == prefix_hashes(compute_block_hash_for_seq(tokens, 16))[:12]
 
 
 def test_a_prompt_that_cannot_be_hashed_has_no_prefixes() -> None:

@@ -4,7 +4,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamo_poa.prefixes import ODD, UNKNOWN, deepest_blocks, depth_blocks, prefix_hashes, roll, rolled
+from dynamo_poa.prefixes import (
+    ODD,
+    PREFIX_TOKENS,
+    UNKNOWN,
+    deepest_blocks,
+    depth_blocks,
+    prefix_hashes,
+    roll,
+    rolled,
+    told_blocks,
+)
 
 HASHES = st.integers(1, 2**64 - 1)
 
@@ -26,6 +36,7 @@ def test_no_prefix_is_called_unknown() -> None:
     assert UNKNOWN == 0
     assert roll(None, 0) == 1
     assert roll(1, 2**64 - ODD) == 1
+    assert rolled(None, [0, 2**64 - ODD, 5]) == [1, 1, ODD + 5]
 
 
 def test_a_prompt_tells_its_prefixes_at_powers_of_two() -> None:
@@ -43,6 +54,25 @@ def test_so_many_depths_are_told(blocks: int, depths: int) -> None:
     """One per power of two that the prompt's full blocks reach."""
     assert len(prefix_hashes(range(1, blocks + 1))) == depths
     assert deepest_blocks(blocks) == (depth_blocks(depths - 1) if depths else 0)
+
+
+@pytest.mark.parametrize(
+    ("prompt_tokens", "block_size", "blocks"),
+    [
+        (15, 16, 0),
+        (16, 16, 1),
+        (87, 16, 4),
+        (32_767, 16, 1024),
+        (32_768, 16, 2048),
+        (10**6, 16, 2048),
+        (10**6, 64, 512),
+        (10**6, 48, 512),
+    ],
+)
+def test_beginnings_are_told_up_to_a_length(prompt_tokens: int, block_size: int, blocks: int) -> None:
+    """Hashing is the router's event loop's time; the deepest power of two within 32,768 tokens."""
+    assert PREFIX_TOKENS == 32_768
+    assert told_blocks(prompt_tokens, block_size) == blocks
 
 
 @given(st.lists(HASHES, max_size=20), st.lists(HASHES, max_size=20), st.lists(HASHES, max_size=20))
