@@ -45,11 +45,12 @@ class CachingEstimate(msgspec.Struct, frozen=True, kw_only=True):
     bound_s:          no placement costs less; equals optimal_s under `exact`
     method:           how the optimum was found: `exact` (MILP, proven to 0.1 %) or `greedy` (unproven, saves
                       half of the most at least; poa_hat is then a lower estimate, observed / bound the upper)
-    groups, workers:  size of the instance: prefix groups that were asked for, and ranks
+    groups, workers:  size of the instance: prefix groups that were asked for and where they part, and ranks
     uncertain:        events of at least one cache were missed: what it holds is approximate
     duplication:      copies a distinct resident block has, mean, >= 1
     copies_frac:      share of capacity that holds blocks which another worker of the same node holds, too
-    shared_hits_frac: share of prefix hits that another worker's copy serves (free-riding); by the demand seen
+    shared_hits_frac: share of prefix hits, in blocks, that another worker's copy serves (free-riding); by the
+                      demand seen
     reload_frac:      share of evicted blocks that were stored again within reload_s: asked for again
     sampled_frac:     share of resident blocks that duplication was counted on; 1.0 is all
     """

@@ -9,6 +9,7 @@ Source: theory.md, Γ_KV: request rates λ_g per prefix group g.
 """
 
 from collections import Counter, defaultdict, deque
+from itertools import pairwise
 from typing import NamedTuple
 
 import msgspec
@@ -26,12 +27,15 @@ class PrefixGroup(msgspec.Struct, frozen=True):
 
     chain:   rolling hash of the prefix they share
     blocks:  its length, a power of two; a cache may hold more of what they share, never double
-    rates:   requests a second by the worker that they were sent to, unsampled ones included
+    rates:   requests a second by the worker that they were sent to, unsampled ones included; without those of
+             groups that begin with this one
+    parent:  chain of the longest other group told of that this one begins with; UNKNOWN: none
     """
 
     chain: int
     blocks: int
     rates: dict[WorkerKey, float]
+    parent: int = UNKNOWN
 
     @property
     def rate(self) -> float:
@@ -51,6 +55,10 @@ class PrefixDemand:
 
     A request counts once, by its first attempt, and only where it has a full block: a shorter one has no
     prefix to be cached.
+
+    A router samples at most so many a second, so in a burst few of many. Within a router's window each
+    sampled request stands for equally many all the same: rates add up to the arrivals, but prefixes asked
+    for in bursts have too small a part in them, and those of quiet seconds too large a one.
     """
 
     def __init__(self, window_s: float, block_size: int) -> None:
@@ -94,9 +102,11 @@ class PrefixDemand:
             self._arrived -= self._arrivals.popleft()[1]
 
     def groups(self, at_s: float, most: int) -> tuple[PrefixGroup, ...]:
-        """Return the groups asked for most, most first.
+        """Return the groups asked for most, most first; then the prefixes where those part.
 
-        A request belongs to the longest prefix that another sampled request of the window has, too.
+        A request belongs to the longest prefix that another sampled request of the window has, too. Groups
+        part at fewer prefixes than there are groups. With those, the blocks of a group beyond its parent's
+        are no other group's, but for what several share beyond a power of two.
 
             rate of a group at a worker = sum over routers of
                 its sampled requests there * the router's arrivals / the router's sampled / span
@@ -104,19 +114,25 @@ class PrefixDemand:
         Each router samples so many a second, whatever comes: one request of a busy router stands for more.
         The arrivals of a router that has told of none are spread over the others'.
 
+        Args:     most: so many groups, not counting where they part.
         Returns:  requests per second; () before two sampled requests have begun alike.
         """
         rates: defaultdict[int, defaultdict[WorkerKey, float]] = defaultdict(lambda: defaultdict(float))
-        blocks: dict[int, int] = {}
+        beginnings: dict[int, tuple[int, ...]] = {}  # of each group: all depths down to its own
         sharing, each = self._sharing, self._each(at_s)
         for sampled in self._sampled:
-            for index, chain in enumerate(reversed(sampled.prefix), 1):
+            for depth in range(len(sampled.prefix), 0, -1):
+                chain = sampled.prefix[depth - 1]
                 if sharing[chain] > 1:
-                    blocks[chain] = depth_blocks(len(sampled.prefix) - index)
+                    if chain not in beginnings:
+                        beginnings[chain] = sampled.prefix[:depth]
                     rates[chain][sampled.worker] += each[sampled.router_id]
                     break
-        found = [PrefixGroup(chain, blocks[chain], dict(rates[chain])) for chain in rates]
-        return tuple(sorted(found, key=lambda group: (-group.rate, group.chain))[:most])
+        first = sorted(rates, key=lambda chain: (-sum(rates[chain].values()), chain))[:most]
+        return tuple(
+            PrefixGroup(chain, blocks, dict(rates.get(chain, {})), parent)
+            for chain, blocks, parent in _with_forks([beginnings[chain] for chain in first])
+        )
 
     def unshared_rate(self, at_s: float) -> float:
         """Return how many requests a second begin like no other: no cache placement serves them."""
@@ -148,3 +164,24 @@ class PrefixDemand:
             self._sharing[chain] -= 1
             if not self._sharing[chain]:
                 del self._sharing[chain]
+
+
+def _with_forks(beginnings: list[tuple[int, ...]]) -> list[tuple[int, int, int]]:
+    """Return chain, blocks and parent of some prefixes, and of those where they part.
+
+    Args:     beginnings: of each prefix, its chains at every depth down to its own.
+    """
+    onward: defaultdict[int, set[int]] = defaultdict(set)
+    for prefix in beginnings:
+        for chain, longer in pairwise(prefix):
+            onward[chain].add(longer)
+    told = dict.fromkeys(prefix[-1] for prefix in beginnings)
+    told |= dict.fromkeys(sorted(chain for chain, longer in onward.items() if len(longer) > 1))
+    found = {}
+    for prefix in beginnings:
+        parent = UNKNOWN
+        for index, chain in enumerate(prefix):
+            if chain in told:
+                found[chain] = (chain, depth_blocks(index), parent)
+                parent = chain
+    return [found[chain] for chain in told]

@@ -1,5 +1,7 @@
 """Who asks for which prefix how often: groups of synthetic prompts, on exact rates."""
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -51,7 +53,7 @@ def test_a_request_belongs_to_the_longest_prefix_that_another_has_too() -> None:
     one, two, _, four = rolled(None, [1, 2, 3, 4])
     assert one == 1
     assert found.groups(8.0, 10) == (
-        PrefixGroup(four, 4, {A: 0.125, B: 0.125}),
+        PrefixGroup(four, 4, {A: 0.125, B: 0.125}, parent=two),
         PrefixGroup(two, 2, {A: 0.125}),
     )
     assert found.unshared_rate(8.0) == 0.125
@@ -96,6 +98,34 @@ def test_of_more_groups_the_rarest_are_left_out() -> None:
         (1, pytest.approx(0.2)),
     ]
     assert [group.chain for group in found.groups(10.0, 3)] == [2, 1, 3]
+
+
+def test_where_groups_part_is_told_without_requests_of_its_own() -> None:
+    """Two pairs of 8 blocks share 4, a third pair 2 of those: 4 and 2 are told, 1 is no place to part."""
+    deep, other, wide = (asked(1, 2, *range(start, start + 6)) for start in (3, 30, 300))
+    deep, other = asked(1, 2, 3, 4, 5, 6, 7, 8), asked(1, 2, 3, 4, 50, 60, 70, 80)
+    found = demand(*[deep] * 2, *[other] * 2, *[wide] * 2).groups(10.0, 10)
+    two, four, eight, fifty = deep.prefix[1], deep.prefix[2], deep.prefix[3], other.prefix[3]
+    parents = {group.chain: (group.blocks, group.parent, group.rate) for group in found}
+    rate = pytest.approx(0.2)
+    assert parents == {
+        eight: (8, four, rate),
+        fifty: (8, four, rate),
+        wide.prefix[3]: (8, two, rate),
+        four: (4, two, 0),
+        two: (2, 0, 0),
+    }
+    assert {group.chain for group in found[3:]} == {four, two}
+
+
+def test_where_kept_groups_part_keeps_the_requests_it_has() -> None:
+    """Of three groups two are kept; the third, the rarest, is where those part."""
+    found = demand(*[asked(1, 2)] * 2, *[asked(1, 3)] * 2, asked(1), every_s=1.0).groups(10.0, 2)
+    assert [(group.blocks, group.parent, group.rate) for group in found] == [
+        (2, 1, pytest.approx(0.2)),
+        (2, 1, pytest.approx(0.2)),
+        (1, 0, pytest.approx(0.1)),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -186,9 +216,16 @@ def test_rates_add_up_and_groups_are_what_a_search_over_all_pairs_finds(
     arrivals = sum(now_s - number <= window_s for number in range(len(prompts)))
     each = arrivals / min(now_s, window_s) / len(kept) if kept else 0.0
     groups = found.groups(now_s, 100)
-    assert {(group.chain, group.blocks): group.rate for group in groups} == {
+    assert {(group.chain, group.blocks): group.rate for group in groups if group.rates} == {
         key: pytest.approx(count * each) for key, count in expected.items()
     }
+    begins = {prefix[depth - 1]: prefix[:depth] for prefix, _ in kept for depth in range(1, len(prefix) + 1)}
+    told = {group.chain for group in groups}
+    for group in groups:
+        assert group.parent == next((chain for chain in begins[group.chain][-2::-1] if chain in told), 0)
+    for one, other in itertools.combinations(told, 2):
+        both = [a for a, b in zip(begins[one], begins[other], strict=False) if a == b]
+        assert not both or both[-1] in told
     if kept:
         total = sum(group.rate for group in groups) + found.unshared_rate(now_s)
         assert total == pytest.approx(found.arrival_rate(now_s))

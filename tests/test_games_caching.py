@@ -82,6 +82,73 @@ def test_the_optimum_is_what_trying_every_placement_finds(seed):
         assert (game.size_blocks @ fast.holds <= game.capacity_blocks).all()
 
 
+def nest(game, random):
+    """Make groups begin with others before them; requests for one are for those, too."""
+    groups = len(game.size_blocks)
+    parent = np.array(
+        [random.integers(-1, group) if random.random() < 0.8 else -1 for group in range(groups)]
+    )
+    rate = game.rate.copy()
+    for child in reversed(range(groups)):
+        if parent[child] >= 0:
+            rate[parent[child]] += rate[child]
+    return game._replace(rate=rate, parent=parent)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_optimum_of_nested_prefixes_is_what_trying_every_placement_finds(seed):
+    """A copy is of use only with what it begins with: of all placements those in which it lies there."""
+    random = np.random.default_rng(1000 + seed)
+    for _ in range(10):
+        workers = int(random.integers(1, 4))
+        game = nest(random_game(random, int(random.integers(2, 7 if workers < 3 else 5)), workers), random)
+        useful = (
+            holds
+            for holds in placements(game)
+            if (~holds | (game.parent < 0)[:, None] | holds[game.parent]).all()
+        )
+        least_s = min(paid_s(game, holds) for holds in useful)
+        best, fast = optimum(game, exact_s=60.0), optimum(game, exact_s=0.0)
+        assert best.method == "exact"
+        assert best.cost_s == best.bound_s == pytest.approx(least_s, rel=1e-6, abs=1e-9)
+        for found in (best, fast):
+            assert found.bound_s <= least_s * (1 + 1e-9) + 1e-9
+            assert found.cost_s == pytest.approx(paid_s(game, found.holds), rel=1e-12, abs=1e-12)
+            assert (game.size_blocks @ found.holds <= game.capacity_blocks).all()
+            assert np.array_equal(found.holds, placing_program.usable(found.holds, game.parent))
+
+
+def test_what_is_held_without_its_beginning_costs_as_if_it_were_not():
+    """Neither its worker nor another one has any use for it."""
+    rate, free = [[3.0, 3.0], [2.0, 2.0], [1.0, 1.0]], [0.0] * 3
+    game = Placing([1, 2, 4], [8, 8], rate, [1.0, 2.0, 4.0], [0, 0], free, free, [-1, 0, 1])
+    end = np.array([[True, False], [False, True], [True, False]])
+    assert placement_cost(game, end) == 2 * (2 * 2.0) + 2 * (1 * 4.0)
+    assert shared_hits(game, end) == 0.5
+    assert optimum(game).cost_s == 0.0
+
+
+@pytest.mark.parametrize("states", [placing._MOST_STATES, 40])
+@pytest.mark.parametrize("seed", range(10))
+def test_a_knapsack_of_nested_items_is_filled_best(seed, states, monkeypatch):
+    """Against trying all subsets of 9; with few states it fits and takes no child without its parent."""
+    monkeypatch.setattr(placing, "_MOST_STATES", states)
+    random = np.random.default_rng(seed)
+    size, gain = random.integers(1, 6, 9), random.integers(0, 10, 9) * 1.0
+    parent = np.array([random.integers(-1, item) if item else -1 for item in range(9)])
+    capacity = int(random.integers(1, 30))
+    subsets = np.array(list(itertools.product([False, True], repeat=9)))
+    right = (~subsets | (parent < 0) | subsets[:, parent]).all(axis=1) & (subsets @ size <= capacity)
+    taken = placing.nested_knapsack(size, gain, capacity, placing._Forest(parent))
+    chosen = np.isin(np.arange(9), taken)
+    assert len(taken) == chosen.sum()
+    assert right[(subsets == chosen).all(axis=1)].all()
+    if states > 40:
+        assert gain[taken].sum() == (subsets @ gain)[right].max()
+    else:
+        assert gain[taken].sum() >= (subsets @ gain)[right].max() / 2
+
+
 @pytest.mark.parametrize("seed", range(2))
 def test_three_workers_and_six_groups_are_tried_in_full(seed):
     """The largest case of issue 7, with capacities that leave a few thousand placements each."""
@@ -196,7 +263,7 @@ def least_by_cells(game):
     savings = caching._Checked(game).savings()
     groups, workers = savings.own.shape
     nodes = savings.same_node.shape[1]
-    inside = placing_program.members(savings)
+    inside = placing_program.members(savings.node, nodes)
     rows = [
         [sparse.kron(savings.size[None, :], sparse.eye_array(workers)), None, None],
         [sparse.kron(sparse.eye_array(groups), -inside.T), sparse.eye_array(groups * nodes), None],
@@ -286,9 +353,12 @@ def test_the_optimum_of_four_workers_by_hand():
 
 
 def test_hits_by_anothers_copy_count_only_where_fetching_is_cheaper():
-    """Group 0 on worker 0: 1 own hit, 6 fetched. Group 1 on worker 1: 0.5 fetched; 8 would rather compute."""
+    """Group 0, 2 blocks, on worker 0: 1 own hit, 6 fetched. Group 1, 1 block, on worker 1: 0.5 fetched.
+
+    8 would rather compute.
+    """
     holds = [[True, False, False, False], [False, True, False, False]]
-    assert shared_hits(FOUR, holds) == 6.5 / 7.5
+    assert shared_hits(FOUR, holds) == (2 * 6 + 0.5) / (2 * 7 + 0.5)
     assert shared_hits(FOUR, np.ones((2, 4), dtype=bool)) == 0.0
     assert shared_hits(FOUR, np.zeros((2, 4), dtype=bool)) is None
 
@@ -412,6 +482,8 @@ NAN = math.nan
         ({"recompute_s": np.ones((4, 2))}, "recompute_s.shape", (4, 2), "(2, 4), as rate has it"),
         ({"node": [0, 0, 1]}, "node.shape", (3,), "(4,), as rate has it"),
         ({"fetch_node_s": [-1.0, 0.0]}, "fetch_node_s[0]", -1.0, ">= 0"),
+        ({"parent": [-1, 1]}, "parent[1]", 1, "< 1, a row before"),
+        ({"parent": [-1, -2]}, "parent[1]", -2.0, ">= -1 and finite"),
         ({"fetch_far_s": ["a", "b"]}, "fetch_far_s.dtype", "<U1", "of a kind in 'iuf'"),
     ],
 )

@@ -1,5 +1,6 @@
 """The caching game on what caches hold and routers ask for: worked numbers, and when there is no figure."""
 
+import itertools
 import math
 from types import SimpleNamespace
 
@@ -13,6 +14,7 @@ from dynamo_poa.cache_state import CacheSnapshot
 from dynamo_poa.config import CachingConfig
 from dynamo_poa.copies import Copies, copies_of
 from dynamo_poa.demand_groups import PrefixGroup
+from dynamo_poa.games.caching import optimum
 from dynamo_poa.placement import Placements, instance, nodes_of
 from dynamo_poa.values import Curve, Role, WorkerCard, WorkerKey, WorkerLatency
 from dynamo_poa.wire import Tier
@@ -42,10 +44,10 @@ def rank(key, *chains, total=BLOCKS, padded=True, role=Role.PREFILL, host="h", l
     return card, cache
 
 
-def group(chain, blocks=BLOCKS, **by_number):
+def group(chain, blocks=BLOCKS, parent=0, **by_number):
     """A group with its requests a second at workers, such as `w1=2.0`."""
     keys = {"w1": W1, "w2": W2, "w3": W3}
-    return PrefixGroup(chain, blocks, {keys[name]: rate for name, rate in by_number.items()})
+    return PrefixGroup(chain, blocks, {keys[name]: rate for name, rate in by_number.items()}, parent)
 
 
 def speeds(*keys, token_s=TOKEN_S):
@@ -104,6 +106,140 @@ def test_workers_on_two_hosts_fetch_from_afar():
     assert world.estimate().optimal_s == pytest.approx(3 * FAR_S)
 
 
+CHAIN = (101, 102, 104, 108)  # hashes of a chain's first 1, 2, 4 and 8 blocks
+
+
+def nested(**rates):
+    """Groups at every depth of a chain, the deepest with these rates, the others with a tenth of them."""
+    tenth = {name: rate / 10 for name, rate in rates.items()}
+    return [
+        group(chain, 1 << index, CHAIN[index - 1] if index else 0, **(rates if index == 3 else tenth))
+        for index, chain in enumerate(CHAIN)
+    ]
+
+
+def test_a_block_counts_once_however_many_groups_begin_with_it():
+    """A chain of 8 blocks with groups at 4, 2 and 1 fills a cache of 8, not of 15."""
+    ranks = [rank(W1, *CHAIN, total=8), rank(W2, A, total=8)]
+    game, held = instance(
+        ranks, [*nested(w1=10.0), group(A, 8, w2=1.0)], speeds(W1, W2), CachingConfig(transfer="none")
+    )
+    assert game.size_blocks.tolist() == [1, 1, 2, 4, 8]
+    assert game.parent.tolist() == [-1, 0, 1, 2, -1]
+    assert game.capacity_blocks.tolist() == [8, 8]
+    assert game.rate[:, 0].tolist() == [13.0, 12.0, 11.0, 10.0, 0.0]
+    assert game.recompute_s[:, 0] == pytest.approx(np.array([1, 1, 2, 4, 8]) * 16 * TOKEN_S)
+    assert held.tolist() == [[True, False]] * 4 + [[False, True]]
+
+
+def least_s(rates, rooms):
+    """Return the least that is computed a second, by trying all depths to which caches can hold chains.
+
+    Args:  rates: of each chain, by the depth of a group, by worker.
+    """
+    total = 0.0
+    for worker, room in enumerate(rooms):
+        depths = itertools.product(*((0, *groups) for groups in rates))
+        total += min(
+            sum(
+                by_worker[worker] * max(blocks - held, 0) * 16 * TOKEN_S
+                for groups, held in zip(rates, depth, strict=True)
+                for blocks, by_worker in groups.items()
+            )
+            for depth in depths
+            if sum(depth) <= room
+        )
+    return total
+
+
+@pytest.mark.parametrize(
+    ("deep", "shallow", "other", "poa_hat"),
+    [
+        (0.2, 1.0, 2.0, 16 / (1.6 + 7)),  # A instead of the chain; with room for 4, 2 and 1 beside it, 10
+        (2.0, 0.2, 2.0, 1.0),  # 17.4 against 16: the chain is where it belongs
+        (0.0, 4.0, 1.0, 1.0),  # 28 against 8
+    ],
+)
+def test_the_best_placement_of_nested_prefixes_is_what_trying_all_depths_finds(deep, shallow, other, poa_hat):
+    """A chain of 8 blocks with groups at 4, 2 and 1 fills a cache of 8, and A would, too; tried in full."""
+    chain = [
+        group(chain, 1 << index, CHAIN[index - 1] if index else 0, w1=deep if index == 3 else shallow)
+        for index, chain in enumerate(CHAIN)
+    ]
+    groups = [*chain, group(A, 8, w1=other)]
+    world = World(ranks=[rank(W1, *CHAIN, total=8), rank(W2, total=8)], groups=groups)
+    found = world.estimate(transfer="none")
+    rates = [{1: (shallow, 0), 2: (shallow, 0), 4: (shallow, 0), 8: (deep, 0)}, {8: (other, 0)}]
+    assert found.observed_s == pytest.approx(8 * other * 16 * TOKEN_S)
+    assert found.optimal_s == pytest.approx(least_s(rates, [8, 0]))
+    assert (found.poa_hat, found.method) == (pytest.approx(poa_hat), "exact")
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_best_placement_of_two_chains_is_what_trying_all_depths_finds(seed):
+    """Two chains, groups at all depths, caches full of their beginnings; nothing is fetched."""
+    random = np.random.default_rng(seed)
+    other = (201, 202, 204, 208)
+    ranks, rooms, rates, groups = [], [], [], []
+    for key in (W1, W2):
+        depths = random.integers(0, 5, 2)
+        chains = [*CHAIN[: depths[0]], *other[: depths[1]]]
+        rooms.append(sum(1 << depth - 1 for depth in depths.tolist() if depth))
+        ranks.append(rank(key, *chains, total=max(rooms[-1], 1)))
+    for chains in (CHAIN, other):
+        rates.append({1 << index: random.integers(0, 4, 2) * 1.0 for index in range(4)})
+        groups += [
+            group(chain, 1 << index, chains[index - 1] if index else 0, w1=rate[0], w2=rate[1])
+            for index, (chain, rate) in enumerate(zip(chains, rates[-1].values(), strict=True))
+        ]
+    game, held = instance(ranks, groups, speeds(W1, W2), CachingConfig(transfer="none"))
+    assert game.capacity_blocks.tolist() == rooms
+    assert optimum(game).cost_s == pytest.approx(least_s(rates, rooms))
+    assert (game.size_blocks @ held == rooms).all()
+
+
+def test_a_chain_that_lies_where_it_is_asked_for_is_best():
+    """The review's case: 15 blocks counted in a cache of 8 made room that was not there."""
+    groups = [*nested(w1=2.0), group(A, 4, w1=1.0), group(B, 2, w1=1.0), group(C, 1, w1=1.0)]
+    world = World(ranks=[rank(W1, *CHAIN, total=8), rank(W2, total=8)], groups=groups)
+    found = world.estimate(transfer="none")
+    assert found.observed_s == pytest.approx(7 * 16 * TOKEN_S)
+    assert (found.poa_hat, found.method) == (pytest.approx(1.0), "exact")
+
+
+def test_what_lies_without_its_beginning_is_of_no_use():
+    """Events were missed: the 8 blocks' end is there, their first 2 are not."""
+    ranks = [rank(W1, CHAIN[0], CHAIN[2], CHAIN[3], total=20), rank(W2, total=20)]
+    game, held = instance(ranks, nested(w1=1.0), speeds(W1, W2), CachingConfig())
+    assert held[:, 0].tolist() == [True, False, False, False]
+    assert game.capacity_blocks.tolist() == [1, 0]
+
+
+def test_groups_that_begin_with_one_that_nobody_here_asks_for_keep_it():
+    """Its own requests went to a worker that has left, theirs did not."""
+    groups = [group(A, 4, w3=5.0), group(B, 8, A, w1=1.0), group(C, 8, A, w2=2.0), group(9, 8, A, w3=1.0)]
+    game, _ = instance([rank(W1, A, B), rank(W2, A)], groups, speeds(W1, W2), CachingConfig())
+    assert game.size_blocks.tolist() == [4, 4, 4]
+    assert game.parent.tolist() == [-1, 0, 0]
+    assert game.rate.tolist() == [[1.0, 2.0], [1.0, 0.0], [0.0, 2.0]]
+    assert game.capacity_blocks.tolist() == [8, 4]
+
+
+def test_a_look_at_which_nobody_holds_anything_counts_in_full():
+    """All is computed anew, the dearest there is. Only where no look of the window found any, no figure."""
+    world = World(ranks=[rank(W1), rank(W2)])
+    placements = world.placements()
+    assert placements.note_caches(95.0)().reason == placement.NONE_HELD
+    world.ranks = [rank(W1, A), rank(W2, B)]
+    found = placements.note_caches(100.0)()
+    assert found.observed_s == pytest.approx((6 * RECOMPUTE_S + 3 * NEAR_S) / 2)
+    assert found.optimal_s == pytest.approx((6 * RECOMPUTE_S + 3 * NEAR_S) / 2)  # full of what is given
+    world.ranks = [rank(W1, padded=False, resident=1), rank(W2, padded=False, resident=1)]
+    evicted = placements.note_caches(105.0)()
+    assert (evicted.reason, evicted.groups) == ("", 2)
+    assert evicted.observed_s == pytest.approx((12 * RECOMPUTE_S + 3 * NEAR_S) / 3)
+
+
 def test_costs_are_averaged_over_the_looks_of_the_window():
     """As PoA-hat of routing: the sum observed over the sum at best; a look older than the window is gone."""
     world = World()
@@ -129,18 +265,22 @@ def test_what_is_noted_is_of_its_instant():
 
 
 def test_the_best_placement_may_use_what_groups_hold_and_what_is_empty():
-    """What else lies there is given; of a cache that is known approximately nothing counts as empty."""
-    w4 = WorkerKey(4, 0)
+    """What else lies there is given; of a cache that is known approximately nothing counts as empty.
+
+    And never more than the cache has, whatever seems to lie there.
+    """
+    w4, w5 = WorkerKey(4, 0), WorkerKey(5, 0)
     ranks = [
         rank(W1, A, total=40),
-        rank(W2, A, total=40, padded=False),
+        rank(W2, A, total=60, padded=False, resident=20),
         rank(W3, A, total=40, padded=False, approximate=True),
         rank(w4, total=40, padded=False, resident=10),  # of blocks whose beginning is not known
+        rank(w5, A, B, total=20),
     ]
     groups = [group(A, w1=1.0), group(B, w2=1.0)]
-    game, held = instance(ranks, groups, speeds(W1, W2, W3, w4), CachingConfig())
-    assert game.capacity_blocks.tolist() == [16, 16 + 39, 16, 30]
-    assert held.tolist() == [[True, True, True, False], [False, False, False, False]]
+    game, held = instance(ranks, groups, speeds(W1, W2, W3, w4, w5), CachingConfig())
+    assert game.capacity_blocks.tolist() == [16, 16 + 40, 16, 30, 20]
+    assert held.tolist() == [[True, True, True, False, True], [False, False, False, False, True]]
 
 
 def test_a_worker_computes_at_its_own_speed_and_one_without_a_curve_as_the_others():

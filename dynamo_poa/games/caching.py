@@ -18,7 +18,7 @@ from dynamo_poa.clock import SystemClock
 from dynamo_poa.errors import GameError
 from dynamo_poa.games.equilibria import Game, Profile
 from dynamo_poa.games.placing import place
-from dynamo_poa.games.placing_program import Savings
+from dynamo_poa.games.placing_program import Savings, members, usable
 
 Floats = NDArray[np.float64]
 Holds = NDArray[np.bool_]
@@ -30,12 +30,18 @@ _MACHINE = SystemClock()
 class Placing(NamedTuple):
     """Prefix groups that are asked for at workers: G groups, W workers.
 
-    size_blocks:      `(G,)` whole, >= 1
+    A group that begins with another one is that group's child. Here it stands for its blocks beyond the
+    parent's alone, and a request for it counts for its parent, its parent's parent and so on, too: times
+    are per block, so they add up. A worker that lacks the parent has no use for the child, and nobody has
+    it from there: a cache is searched from the beginning.
+
+    size_blocks:      `(G,)` whole, >= 1: beyond the parent's
     capacity_blocks:  `(W,)` whole, >= 0
-    rate:             `(G, W)` requests of the group served at the worker, 1/s
+    rate:             `(G, W)` requests served at the worker that begin with the group, 1/s
     recompute_s:      `(G,)`, or `(G, W)` by each worker's own curve: computing the prefix again
     node:             `(W,)` whole: workers with one number share a node
     fetch_node_s, fetch_far_s:  `(G,)` fetching it from a worker of the node, from any; inf where it cannot be
+    parent:           `(G,)` the longest other group it begins with, a row before its own; -1: none
     """
 
     size_blocks: ArrayLike
@@ -45,6 +51,7 @@ class Placing(NamedTuple):
     node: ArrayLike
     fetch_node_s: ArrayLike
     fetch_far_s: ArrayLike
+    parent: ArrayLike | None = None  # no group has any
 
 
 class Placement(NamedTuple):
@@ -55,7 +62,7 @@ class Placement(NamedTuple):
     holds:    `(G, W)`
     method:   `exact`: proven to cost at most 0.1 % more than any other (`placing.GAP_FRAC`; small games no
               more at all); `greedy`: not proven, but saves at least half of what the best does
-              (`placing.greedy`: a third where sizes do not divide one another)
+              (`placing.greedy`: when that holds)
     """
 
     cost_s: float
@@ -70,11 +77,13 @@ def placement_cost(game: Placing, holds: ArrayLike) -> float:
         cost_s = sum over g, w of rate[g, w] * (0 where w holds g, else the least of recompute_s,
                  fetch_far_s where anyone holds g, fetch_node_s where a worker of its node does)
 
-    Args:     holds: `(G, W)` bool. It need not fit: an observed one may hold more than it should.
+    Args:     holds: `(G, W)` bool. It need not fit: an observed one may hold more than it should. What is
+                     held without its parent counts as not held.
     Returns:  seconds per second.
     Raises:   GameError.
     """
-    return _Checked(game).cost_s(_held(holds, game))
+    checked = _Checked(game)
+    return checked.cost_s(checked.usable(holds))
 
 
 def optimum(
@@ -97,18 +106,21 @@ def optimum(
 def shared_hits(game: Placing, holds: ArrayLike) -> float | None:
     """Return the share of hits that another worker's copy serves: those requests ride free.
 
-    A copy that is dearer to fetch than to compute again serves nobody.
+    Counted in blocks: of a long prefix a worker may hold the beginning, and another one the rest. A copy that
+    is dearer to fetch than to compute again serves nobody.
 
-    Returns:  in [0, 1]; None when no request finds its prefix.
+    Returns:  in [0, 1]; None when no request finds any of its prefix.
     Raises:   GameError.
     """
-    checked, held = _Checked(game), _held(holds, game)
+    checked = _Checked(game)
+    held = checked.usable(holds)
     near, anywhere = checked.reach(held)
     fetched = ~held & (
         (near & (checked.near_s < checked.recompute_s)) | (anywhere & (checked.far_s < checked.recompute_s))
     )
-    own_rps, fetched_rps = float(checked.rate[held].sum()), float(checked.rate[fetched].sum())
-    return fetched_rps / (own_rps + fetched_rps) if own_rps + fetched_rps else None
+    blocks = checked.rate * checked.size[:, None]
+    own, from_others = float(blocks[held].sum()), float(blocks[fetched].sum())
+    return from_others / (own + from_others) if own + from_others else None
 
 
 def caching_game(
@@ -156,10 +168,17 @@ class _Checked:
         fetch_far_s = _numbers("fetch_far_s", game.fetch_far_s, 1, (groups,), endless=True)
         self.far_s: Floats = np.minimum(self.recompute_s, fetch_far_s[:, None])
         self.near_s: Floats = np.minimum(self.far_s, fetch_node_s[:, None])
+        given = np.full(groups, -1) if game.parent is None else game.parent
+        self.parent = _numbers("parent", given, 1, (groups,), least=-1, whole=True).astype(np.intp)
+        for group in np.flatnonzero(self.parent >= np.arange(groups))[:1].tolist():
+            raise GameError(f"parent[{group}]", int(self.parent[group]), f"< {group}, a row before")
 
     @property
     def nothing_held_s(self) -> float:
         return float((self.rate * self.recompute_s).sum())
+
+    def usable(self, holds: ArrayLike) -> Holds:
+        return usable(_array("holds", holds, "b", self.rate.shape), self.parent)
 
     def reach(self, held: Holds) -> tuple[Holds, Holds]:
         """Return where a worker of the node holds the group, and where anyone does, `(G, W)` both."""
@@ -178,6 +197,7 @@ class _Checked:
             size=self.size.astype(np.intp),
             capacity=self.capacity.astype(np.intp),
             node=self.node,
+            parent=self.parent,
             anyone=(self.rate * (self.recompute_s - self.far_s)).sum(axis=1),
             same_node=(self.rate * (self.far_s - self.near_s)) @ self._members(),
             own=self.rate * self.near_s,
@@ -185,14 +205,7 @@ class _Checked:
         )
 
     def _members(self) -> Floats:
-        count = int(self.node.max(initial=-1)) + 1
-        members: Floats = (self.node[:, None] == np.arange(count)).astype(np.float64)
-        return members
-
-
-def _held(holds: ArrayLike, game: Placing) -> Holds:
-    held: Holds = _array("holds", holds, "b", np.asarray(game.rate).shape)
-    return held
+        return members(self.node, int(self.node.max(initial=-1)) + 1)
 
 
 def _numbers(

@@ -39,11 +39,13 @@ class Savings(NamedTuple):
     most:       what there is to save: the cost when nobody holds anything
     size, capacity:  `(G,)` from 1, `(W,)` from 0
     node:       `(W,)` of each worker, in [0, K)
+    parent:     `(G,)` a row before the group's own, without which a worker has no use for the group; -1: none
     """
 
     size: Indices
     capacity: Indices
     node: Indices
+    parent: Indices
     anyone: Floats
     same_node: Floats
     own: Floats
@@ -59,15 +61,23 @@ class Searched(NamedTuple):
 
 def saved(game: Savings, holds: Holds) -> float:
     """Return what a placement saves."""
-    by_node = (holds.astype(np.float64) @ members(game)) > 0
+    by_node = (holds.astype(np.float64) @ members(game.node, game.same_node.shape[1])) > 0
     shared = float(game.anyone @ holds.any(axis=1)) + float((game.same_node * by_node).sum())
     return shared + float((game.own * holds).sum())
 
 
-def members(game: Savings) -> Floats:
-    """Return which workers are in which node, `(W, K)`, 1 or 0."""
-    inside: Floats = (game.node[:, None] == np.arange(game.same_node.shape[1])).astype(np.float64)
+def members(node: Indices, nodes: int) -> Floats:
+    """Return which workers are in which of so many nodes, `(W, K)`, 1 or 0."""
+    inside: Floats = (node[:, None] == np.arange(nodes)).astype(np.float64)
     return inside
+
+
+def usable(holds: Holds, parent: Indices) -> Holds:
+    """Return what of a placement is of use: what a worker holds of a group and of all that it begins with."""
+    held = holds.copy()
+    for group in np.flatnonzero(parent >= 0).tolist():
+        held[group] &= held[parent[group]]
+    return held
 
 
 def relaxed(game: Savings, limit_s: float = _RELAXED_S) -> Searched:
@@ -82,22 +92,27 @@ def relaxed(game: Savings, limit_s: float = _RELAXED_S) -> Searched:
     return Searched(program.holds(found), float(found.fun) * program.scale)
 
 
-def search(game: Savings, gap_frac: float, limit_s: float, now_s: Callable[[], float]) -> Searched:
-    """Look for a placement until it is proven to be within `gap_frac` of the least cost, or for `limit_s`.
+def search(
+    game: Savings, loose: Searched, gap_frac: float, until_s: float, now_s: Callable[[], float]
+) -> Searched:
+    """Look for a placement until it is proven to be within `gap_frac` of the least cost, or until an instant.
 
     How many groups of a size each worker holds is decided from the largest size down, in stages, in which the
     smaller ones may still be held in part: they fill what larger ones leave, so little is lost by it, and
-    the first stage's bound tells how little. Where that is too much, everything is decided at once.
+    the first stage's bound tells how little. Where that is too much, and where groups have parents,
+    everything is decided at once.
+
+    Args:     loose: what `relaxed` returned of the game.
     """
-    until_s, best = now_s() + limit_s, relaxed(game)
+    best = loose
     program = _Program(game, max(best.least, _LEAST_SCALE * game.most))
     small = game.own.size <= _SMALL
-    if not small:
+    if not small and program.whole == program.counts:
         best = _in_stages(program, best, until_s, now_s)
         if _proven(game, best, gap_frac):
             return best
     gap_frac = 0.0 if small else gap_frac
-    found = program.solve(program.counts, program.low, program.high, gap_frac, until_s - now_s())
+    found = program.solve(program.whole, program.low, program.high, gap_frac, until_s - now_s())
     bound = max(best.least, program.bound_s(found))
     if found is None or found.x is None:
         return Searched(best.holds, bound)
@@ -133,17 +148,19 @@ class _Program:
         with  v[g] <= sum over k of u[g, k]      u[g, k] <= sum of x[g, w], w in k      all in [0, 1]
               sum of x[g, w], g of size s <= count[s, w]                                whole
               sum over s of floor(s / d) count[s, w] <= floor(capacity[w] / d)          d = 1, 2, 4, ...
+              x[g, w] <= x[parent[g], w]
 
     Only the counts are declared whole: what is left once they are given is a flow from groups over nodes to
-    the places for each size at each worker, with gains that fall, and a flow has whole vertices. A node of
-    one worker needs no u, its saving is the worker's own.
+    the places for each size at each worker, with gains that fall, and a flow has whole vertices. Not so
+    where groups have parents: there x is declared whole, too, and the proof takes longer. A node of one
+    worker needs no u, its saving is the worker's own.
     """
 
     def __init__(self, game: Savings, scale: float) -> None:
         """Have costs counted in units of `scale`, as HiGHS has absolute tolerances."""
         self.game, self.scale = game, scale if scale > 0 else 1.0
         groups, workers = game.own.shape
-        inside = members(game)
+        inside = members(game.node, game.same_node.shape[1])
         many = inside.sum(axis=0) > 1
         alone = ~many[game.node]
         own = game.own + np.where(alone, game.same_node[:, game.node], 0.0)
@@ -157,6 +174,12 @@ class _Program:
         units = [1 << power for power in range(int(sizes[-1]).bit_length())]
         rows = [[sparse.kron(of_size, each_worker), None, None, -sparse.eye_array(self.count)]]
         rows += [[None, None, None, sparse.kron((sizes // unit)[None, :], each_worker)] for unit in units]
+        nested = np.flatnonzero(game.parent >= 0)
+        if nested.size:
+            each = sparse.eye_array(groups, format="csr")
+            beyond = sparse.kron(each[nested] - each[game.parent[nested]], each_worker)
+            rows.append([beyond, None, None, None])
+        self.whole = self.counts + (list(range(self.x)) if nested.size else [])
         anyone = [sparse.kron(each_group, -alone[None, :].astype(np.float64)), None, each_group, None]
         if nodes:
             u = sparse.eye_array(groups * nodes)
@@ -166,7 +189,8 @@ class _Program:
             rows = [[row[0], *row[2:]] for row in rows]
             anyone.pop(1)
         matrix = sparse.block_array([*rows, anyone])
-        limits = [np.zeros(self.count), *(game.capacity // unit for unit in units), np.zeros(shared)]
+        limits = [np.zeros(self.count), *(game.capacity // unit for unit in units)]
+        limits += [np.zeros(nested.size * workers), np.zeros(shared)]
         self.limits = np.concatenate(limits)
         self.matrix = sparse.hstack([matrix, sparse.csr_array((len(self.limits), 1))], format="csc")
         gains: list[Floats] = [
@@ -178,9 +202,13 @@ class _Program:
         ]
         self.costs = -np.concatenate(gains) / self.scale
         most = np.minimum(of_size.sum(axis=1)[:, None], game.capacity // sizes[:, None])
-        fits = (game.size[:, None] <= game.capacity) & (
-            own + game.anyone[:, None] + game.same_node[:, game.node] > 0
-        )
+        with_parents = game.size.copy()
+        gainful = own + game.anyone[:, None] + game.same_node[:, game.node] > 0
+        for group in nested.tolist():
+            with_parents[group] += with_parents[game.parent[group]]
+        for group in nested[::-1].tolist():
+            gainful[game.parent[group]] |= gainful[group]
+        fits = (with_parents[:, None] <= game.capacity) & gainful
         self.high = np.concatenate([fits.ravel(), np.ones(shared), most.ravel(), [1.0]])
         self.low = np.zeros(len(self.high))
         self.low[-1] = 1.0
@@ -213,6 +241,6 @@ class _Program:
         return float(bound) * self.scale if bound is not None and np.isfinite(bound) else 0.0
 
     def holds(self, found: Any) -> Holds:
-        """Return what is held whole, as all of it is once the counts are."""
+        """Return what is held whole and of use, as all of it is once what has to be whole is."""
         held: Holds = found.x[: self.x].reshape(self.game.own.shape) > 1 - _WHOLE
-        return held
+        return usable(held, self.game.parent)
