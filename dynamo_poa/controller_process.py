@@ -120,6 +120,7 @@ class ControllerProcess:
                 book.pool_curves(),
                 output_tokens.mean,
                 config.slo,
+                output_tokens.contexts,
             ),
         )
         metrics = ControllerMetrics(

@@ -82,7 +82,7 @@ class DecisionLog:
     earliest leg known by then. With sequential hand-over over two routers, a batch of the prefill leg that
     arrives after the decode leg's first token leaves that one request's TTFT short.
 
-    prompts:     those that came within `prompts_window_s`
+    prompts:     those that came within `prompts_window_s`, and what was in flight
     outcomes:    ended legs by (role, outcome)
     refused:     messages and events not taken, by reason
     lost:        batches missing between two sequence numbers
@@ -163,6 +163,7 @@ class DecisionLog:
         if not self._greet(batch, at_s):
             self.refused["repeated"] += 1
             return
+        self.prompts.look(self._in_flight, at_s)
         self.batches += 1
         self.last_batch_at_s = at_s
         arrived = shed = 0

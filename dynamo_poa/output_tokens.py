@@ -1,7 +1,8 @@
-"""How many decode iterations a request takes, by pool.
+"""How many decode iterations a request takes and what it holds while it does, by pool.
 
-Owns: the ratio of what a pool's passes decoded to the requests that ended there, of late.
-Does not own: the passes (fleet.py), the requests that ended (decisions.py), what the mean is used for.
+Owns: the ratio of what a pool's passes decoded to the requests that ended there, of late; that of what they
+      held to what they decoded.
+Does not own: the passes (fleet.py), the requests that ended (decisions.py), what the means are used for.
 Invariant: unknown until enough requests have ended; then the last one known, also when traffic ceases.
 """
 
@@ -26,15 +27,18 @@ def decoded_requests(outcomes: Mapping[tuple[Role, Outcome], int]) -> dict[Role,
 
 
 class OutputTokens:
-    """Counts as it goes; `mean` holds what is known.
+    """Counts as it goes; `mean` and `contexts` hold what is known.
 
     mean = decoded / ended, both weighted by exp(-age / MEMORY_S)
+    contexts = tokens held / decoded, likewise: over all iterations, so a long answer counts more
     """
 
     def __init__(self) -> None:
         self.mean: dict[Role, float] = {}
+        self.contexts: dict[Role, float] = {}
         self._decoded: Counter[Role] = Counter()  # since the last update
-        self._weighted: dict[Role, tuple[float, float]] = {}  # decoded, ended
+        self._held: Counter[Role] = Counter()
+        self._weighted: dict[Role, tuple[float, float, float]] = {}  # decoded, held, ended
         self._ended: dict[Role, int] = {}
         self._at_s: float | None = None
 
@@ -42,6 +46,7 @@ class OutputTokens:
         """Count what a pass decoded: one token of each request in it."""
         if done.decode_requests:
             self._decoded[card.role] += done.decode_requests
+            self._held[card.role] += done.decode_kv_tokens
 
     def update(self, at_s: float, ended: Mapping[Role, int]) -> None:
         """Take in how many requests have ended by role since the start, at a monotonic instant."""
@@ -49,10 +54,13 @@ class OutputTokens:
         self._at_s = at_s
         weight = math.exp(-elapsed_s / MEMORY_S)
         for role in {*self._decoded, *self._weighted}:
-            decoded, requests = self._weighted.get(role, (0.0, 0.0))
+            decoded, held, requests = self._weighted.get(role, (0.0, 0.0, 0.0))
             decoded = weight * decoded + self._decoded.pop(role, 0)
+            held = weight * held + self._held.pop(role, 0)
             requests = weight * requests + ended.get(role, 0) - self._ended.get(role, 0)
-            self._weighted[role] = (decoded, requests)
+            self._weighted[role] = (decoded, held, requests)
             if requests >= ENOUGH_REQUESTS and decoded:
                 self.mean[role] = decoded / requests
+                if held:  # some engines do not tell
+                    self.contexts[role] = held / decoded
         self._ended = dict(ended)

@@ -5,8 +5,9 @@ Owns: reading the game off workers, their speed and the prompts of late; when to
 Does not own: what a split is predicted to give (games/allocation.py), when advice is given (advice.py), when
               it is priced (loop.py).
 Invariant: noting is cheap and copies what may change, pricing may take place in any thread; unknown is a
-           reason, never a guess. Requests are priced as an open loop: behind users who wait for each answer a
-           better split would let more through than is predicted.
+           reason, never a guess. Requests are priced as an open loop unless closed_loop.py is sure of users,
+           who are taken not to think: behind those who do, and whom it takes for an open loop, a better split
+           would let more through than is predicted.
 Source: theory.md, Γ_PD.
 """
 
@@ -17,6 +18,7 @@ import msgspec
 import numpy as np
 
 from dynamo_poa.bootstrap import moving_blocks
+from dynamo_poa.closed_loop import users_of
 from dynamo_poa.config import SloConfig
 from dynamo_poa.coupling import AllocationEstimate, Attainment, Split
 from dynamo_poa.decisions import DecisionLog
@@ -56,6 +58,8 @@ class Game(msgspec.Struct, frozen=True, kw_only=True):
     ranks:          that an instance has, each with a queue and cache of its own
     seconds:        prompts, as PromptWindow has them, oldest first
     output_tokens:  decoded of a request, mean
+    context_tokens: that a request holds while it decodes, mean over iterations; None where no pass told
+    users:          who wait for each answer before they ask again; 0 where that is not sure: an open loop
     """
 
     split: Split
@@ -64,6 +68,8 @@ class Game(msgspec.Struct, frozen=True, kw_only=True):
     output_tokens: float
     slo: SloConfig
     ranks: int = 1
+    context_tokens: float | None = None
+    users: int = 0
 
 
 def note_split(
@@ -73,14 +79,22 @@ def note_split(
     curves: Mapping[Role, Curve],
     output_tokens: Mapping[Role, float],
     slo: SloConfig,
+    contexts: Mapping[Role, float],
 ) -> Callable[[], AllocationEstimate]:
     """Note the game as it stands at a monotonic instant, and return what prices it.
 
-    Args:  curves: of each pool's median worker.  output_tokens: decoded of a request in each pool, mean.
+    Args:  curves: of each pool's median worker.  output_tokens, contexts: decoded of a request and held by it
+           in each pool, means.
     """
     cards = {worker.key.worker_id: worker.card for worker in workers if not worker.stale}
     game = read_game(
-        cards.values(), curves, decisions.prompts.seconds(at_s), output_tokens.get(Role.DECODE), slo
+        cards.values(),
+        curves,
+        decisions.prompts.seconds(at_s),
+        output_tokens.get(Role.DECODE),
+        slo,
+        context_tokens=contexts.get(Role.DECODE),
+        in_flight=decisions.prompts.in_flight(at_s),
     )
     return lambda: price_split(game)
 
@@ -91,8 +105,14 @@ def read_game(
     seconds: Floats,
     output_tokens: float | None,
     slo: SloConfig,
+    *,
+    context_tokens: float | None = None,
+    in_flight: Floats | None = None,
 ) -> Game | str:
-    """Return the game, or what is not known of it."""
+    """Return the game, or what is not known of it.
+
+    Args:  in_flight: requests, in each of the seconds; None where nobody counted: an open loop.
+    """
     by_role: dict[Role, list[WorkerCard]] = {}
     for card in cards:
         by_role.setdefault(card.role, []).append(card)
@@ -121,6 +141,8 @@ def read_game(
         output_tokens=output_tokens,
         slo=slo,
         ranks=ranks.pop(),
+        context_tokens=context_tokens,
+        users=0 if in_flight is None else users_of(in_flight, prompts / len(seconds)),
     )
 
 
@@ -132,7 +154,7 @@ def price_split(game: Game | str) -> AllocationEstimate:
     total = split.prefill + split.decode
     more = [Split(split.prefill + 1, split.decode), Split(split.prefill, split.decode + 1)]
     try:
-        mix = _mix(game.seconds, game.output_tokens)
+        mix = _mix(game, game.seconds)
         priced = _price(game, mix, [*(Split(count, total - count) for count in range(1, total)), *more])
     except GameError as error:
         return AllocationEstimate(reason=str(error))
@@ -197,6 +219,10 @@ def _no_price(split: Split, best: Attainment) -> str:
 def _interval(game: Game, now: Split, then: Split) -> tuple[float, float]:
     """Return the 95 % interval of the gain over resampled arrivals; those without any say nothing.
 
+    It is of the very minute that `then` was chosen on as the best of many, so its middle is too high by what
+    that choice owes to chance: an advice has to hold for a while besides (advice.py). Users who wait are as
+    many in every resample: only what they ask varies.
+
     Arrivals of one second say little of those a few seconds later, so blocks are short. Near capacity the
     gain grows tenfold within the noise of the rate: percentiles, for on no scale is that symmetric.
     """
@@ -205,7 +231,7 @@ def _interval(game: Game, now: Split, then: Split) -> tuple[float, float]:
     for which in range(RESAMPLES):
         seconds = game.seconds[blocks.rows(slice(which, which + 1))[0]]
         if seconds[:, REQUESTS].any():
-            before, after = _price(game, _mix(seconds, game.output_tokens), [now, then])
+            before, after = _price(game, _mix(game, seconds), [now, then])
             gains.append(gain(before, after))
     return blocks.percentiles(np.array(gains))
 
@@ -218,23 +244,24 @@ def _price(game: Game, mix: Mix, splits: Sequence[Split]) -> tuple[Attainment, .
     return tuple(msgspec.structs.replace(one, split=split) for one, split in zip(found, splits, strict=True))
 
 
-def _mix(seconds: Floats, output_tokens: float) -> Mix:
+def _mix(game: Game, seconds: Floats) -> Mix:
     """Return what is asked, from the prompts second by second.
 
-    context = prompt + output / 2       with the mean output: only prompts are known one by one
+    context = prompt + output / 2       with the mean output, where no pass told what is held
     """
     sums = seconds.sum(axis=0)
     requests = sums[REQUESTS]
     uncached, prompt = float(sums[UNCACHED] / requests), float(sums[PROMPT] / requests)
-    context = prompt + output_tokens / 2
+    context = prompt + game.output_tokens / 2 if game.context_tokens is None else game.context_tokens
     prompt_variance = max(float(sums[PROMPT_SQUARED] / requests) - prompt**2, 0.0)  # rounding
     return Mix(
-        arrival_rps=float(requests / len(seconds)),
+        arrival_rps=0.0 if game.users else float(requests / len(seconds)),
+        users=game.users,
         uncached_tokens=uncached,
         uncached_squared=max(float(sums[UNCACHED_SQUARED] / requests), uncached**2),  # rounding
         context_tokens=context,
         context_squared=context**2 + prompt_variance,
-        output_tokens=output_tokens,
+        output_tokens=game.output_tokens,
     )
 
 

@@ -164,6 +164,17 @@ def test_a_prefill_leg_refused_on_its_second_attempt_counts_its_request_once(dec
     )
 
 
+def test_what_is_in_flight_is_kept_second_by_second_as_before_the_first_batch_of_each(decisions):
+    """Beside the prompts: one more of the decode legs each second, none ends."""
+    router = Router()
+    decisions.apply(router.batch(chosen("0", P)), 0.5)
+    for second in range(1, 5):
+        decisions.apply(router.batch(chosen(f"{second}", A)), second + 0.1)
+        decisions.apply(router.batch(chosen(f"{second}b", A)), second + 0.2)
+    assert decisions.prompts.in_flight(5.0).tolist() == [1, 3, 5, 7]
+    assert decisions.prompts.seconds(5.0)[:, 0].tolist() == [2, 2, 2, 2]
+
+
 def test_windows_hold_the_last_priced_decisions_of_each_leg(decisions):
     """Bounded at `window`; decisions without candidates, or impossible ones, are counted apart."""
     both = (Candidate(1, 0, 16, 0, 0, 0), Candidate(2, 0, 16, 0, 3, 0))

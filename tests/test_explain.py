@@ -211,7 +211,7 @@ def test_the_end_says_in_words_where_the_cost_was_from(at_7s: Explanation) -> No
         "another choice of workers: the policy's to find"
     )
     assert lines[start + 1].startswith("caching    PoA-hat none: fewer than 2 prefixes that requests share")
-    assert lines[start + 2] == "split      PoA-hat none: 33 prompts in 7 s, 50 in 10 s needed"
+    assert lines[start + 2] == "split      PoA-hat none: 24 prompts in 6 s, 50 in 10 s needed"
 
 
 def test_the_json_reads_back(at_7s: Explanation) -> None:

@@ -9,9 +9,9 @@ from dynamo_poa.values import Role, WorkerCard, WorkerKey
 from dynamo_poa.wire import ForwardPass
 
 
-def decode(output_tokens, role, requests, *, prefill_tokens=0):
+def decode(output_tokens, role, requests, *, prefill_tokens=0, held=0):
     card = WorkerCard(worker_id=1, role=role, kv_block_size=16)
-    done = ForwardPass(1, 0, 1, 0.01, int(prefill_tokens > 0), prefill_tokens, 0, requests, 0, 0, 0, 0, 0)
+    done = ForwardPass(1, 0, 1, 0.01, int(prefill_tokens > 0), prefill_tokens, 0, requests, held, 0, 0, 0, 0)
     output_tokens.observe(WorkerKey(1, 0), card, done, 0.0)
 
 
@@ -53,3 +53,24 @@ def test_when_traffic_ceases_the_last_mean_stays():
     tokens.update(0.0, {Role.DECODE: 10})
     tokens.update(3600.0, {Role.DECODE: 10})
     assert tokens.mean == {Role.DECODE: 50.0}
+
+
+def test_what_a_request_holds_is_the_mean_over_iterations():
+    """One of 100 tokens for 10 iterations and one of 1,000 for 90: 910, not 550."""
+    tokens = OutputTokens()
+    for _ in range(5):
+        decode(tokens, Role.DECODE, 10, held=10 * 100)
+        decode(tokens, Role.DECODE, 90, held=90 * 1000)
+    tokens.update(0.0, {Role.DECODE: 10})
+    assert tokens.contexts == {Role.DECODE: 910.0}
+    decode(tokens, Role.DECODE, 500, held=500 * 100)
+    tokens.update(MEMORY_S, {Role.DECODE: 20})
+    assert tokens.contexts[Role.DECODE] == pytest.approx((100 + 910 / math.e) / (1 + 1 / math.e))
+
+
+def test_an_engine_that_does_not_tell_what_it_holds_leaves_it_unknown():
+    """Absent, not zero: no context of zero tokens decodes."""
+    tokens = OutputTokens()
+    decode(tokens, Role.DECODE, 500)
+    tokens.update(0.0, {Role.DECODE: 10})
+    assert (tokens.mean, tokens.contexts) == ({Role.DECODE: 50.0}, {})

@@ -15,8 +15,12 @@ def chosen(prompt: int, cached: int = 0, role: Role = Role.PREFILL, attempt: int
 
 
 def test_seconds_are_summed_and_the_one_that_runs_is_left_out() -> None:
-    """A second without a prompt is a row of zeros: the rate is over all of them."""
+    """A second without a prompt is a row of zeros: the rate is over all of them.
+
+    The first that anything comes in has begun before, so its rate would be too low.
+    """
     window = PromptWindow(60.0)
+    window.add(chosen(7), 9.9)
     for at_s, prompt, cached in ((10.2, 100, 40), (10.9, 50, 0), (12.0, 200, 199), (13.5, 9, 0)):
         window.add(chosen(prompt, cached), at_s)
     expected = [[2, 110, 60**2 + 50**2, 150, 100**2 + 50**2], [0] * 5, [1, 1, 1, 200, 200**2]]
@@ -27,6 +31,7 @@ def test_seconds_are_summed_and_the_one_that_runs_is_left_out() -> None:
 def test_a_prompt_that_is_cached_whole_still_computes_a_token() -> None:
     """An engine computes the last token at least; a router may say that more than all is cached."""
     window = PromptWindow(60.0)
+    window.add(chosen(7), 0.5)
     window.add(chosen(64, 64), 1.0)
     window.add(chosen(64, 80), 1.0)
     assert window.seconds(2.0).tolist() == [[2, 2, 2, 128, 2 * 64**2]]
@@ -55,7 +60,24 @@ def test_the_window_moves_on_and_forgets() -> None:
 def test_a_window_without_end_keeps_all() -> None:
     """A recording is judged as a whole."""
     window = PromptWindow(math.inf)
-    window.add(chosen(7), 0.0)
-    window.add(chosen(7), 999.0)
+    for at_s in (0.0, 1.0, 999.0):
+        window.add(chosen(7), at_s)
+    window.look(lambda: 3, 1.0)
     window.forget(1000.0)
-    assert np.array_equal(np.flatnonzero(window.seconds(1000.0)[:, 0]), [0, 999])
+    assert np.array_equal(np.flatnonzero(window.seconds(1000.0)[:, 0]), [0, 998])
+    assert np.array_equal(np.flatnonzero(window.in_flight(1000.0) == 3), [0])
+
+
+def test_what_is_in_flight_is_counted_once_a_second_beside_the_prompts() -> None:
+    """Whoever is heard first in one; the same seconds as the prompts', unknown where nobody was heard."""
+    window = PromptWindow(3.0)
+    assert window.in_flight(5.0).tolist() == []
+    counts = iter((5, 6, 7, 8, 9))
+    window.add(chosen(7), 10.5)
+    for at_s in (10.5, 11.2, 11.9, 13.0, 14.5, 15.0):
+        window.look(lambda: next(counts), at_s)
+    assert np.array_equal(window.in_flight(14.9), [np.nan, 7.0], equal_nan=True)
+    assert np.array_equal(window.in_flight(15.0), [np.nan, 7.0, 8.0], equal_nan=True)
+    assert len(window.seconds(15.0)) == 3
+    window.forget(16.5)
+    assert np.array_equal(window.in_flight(15.0), [np.nan, np.nan, 8.0], equal_nan=True)

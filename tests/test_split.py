@@ -335,13 +335,15 @@ def test_a_gain_is_finite(now: float, then: float, expected: float) -> None:
     per_s=st.floats(1, 80),
     tokens=st.floats(16, 4000),
     output_tokens=st.floats(1, 400),
+    users=st.integers(0, 2000),
 )
 def test_an_estimate_is_finite_or_absent_whatever_comes(
-    prefill: int, decode: int, per_s: float, tokens: float, output_tokens: float
+    prefill: int, decode: int, per_s: float, tokens: float, output_tokens: float, users: int
 ) -> None:
     """PoA-hat at least 1, a target never worse than the present, its interval around its gain."""
     rows = seconds(per_s, tokens, length=64)
-    read = read_game(cards(prefill, decode), CURVES, rows, output_tokens, SLO)
+    in_flight = np.full(64, float(users))
+    read = read_game(cards(prefill, decode), CURVES, rows, output_tokens, SLO, in_flight=in_flight)
     if isinstance(read, str):
         assert rows[:, 0].sum() < 50
         return
@@ -374,11 +376,46 @@ def test_a_note_is_of_its_instant() -> None:
         take(second, 30)
     present = [state(one) for one in cards(2, 6)]
     stale = state(card(99, Role.DECODE), stale=True)
-    note = note_split(60.0, [*present, stale], log, curves, tokens, SLO)
+    contexts = {Role.DECODE: 3000.0}
+    note = note_split(60.0, [*present, stale], log, curves, tokens, SLO, contexts)
     take(60, 3000)
-    curves.clear()
-    tokens.clear()
-    assert note() == price_split(game(2, 6, seconds(seed=None)))
+    for known in (curves, tokens, contexts):
+        known.clear()
+    # None ends, so 30 more are in flight each second: an open loop. The first second is not whole.
+    held = msgspec.structs.replace(game(2, 6, seconds(length=59, seed=None)), context_tokens=3000.0)
+    assert note() == price_split(held)
+    assert note() != price_split(msgspec.structs.replace(held, context_tokens=None))
+
+
+def test_users_who_wait_for_their_answers_are_priced_as_that() -> None:
+    """40 of them, in flight all the time: the mix has no rate of its own, and resampling finds no other."""
+    rows = seconds(seed=None)
+    read = read_game(
+        cards(2, 6), CURVES, rows, 100.0, SLO, context_tokens=2100.0, in_flight=np.full(60, 40.0)
+    )
+    assert isinstance(read, Game)
+    assert (read.users, read.context_tokens) == (40, 2100.0)
+    mix = Mix(
+        users=40,
+        uncached_tokens=1500.0,
+        uncached_squared=1500.0**2,
+        context_tokens=2100.0,
+        output_tokens=100.0,
+    )
+    every = every_split(mix, read.pools, SLO, 8)
+    found = price_split(read)
+    assert (found.now, found.best) == (every[1], best_split(every))
+    assert found.target is not None
+    assert found.gain_low == found.gain_high == found.gain_frac
+
+
+def test_unless_somebody_counted_the_loop_is_open() -> None:
+    """A trace tells when its requests came, not when they ended."""
+    assert game().users == 0
+    unknown = read_game(cards(2, 6), CURVES, seconds(), 100.0, SLO, in_flight=np.full(60, np.nan))
+    assert isinstance(unknown, Game)
+    assert unknown.users == 0
+    assert price_split(unknown) == price_split(game())
 
 
 def state(one: WorkerCard, *, stale: bool = False) -> WorkerState:

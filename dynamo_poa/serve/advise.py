@@ -9,22 +9,21 @@ Invariant: the same files give the same answer; what is assumed rather than meas
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 import numpy as np
 
 from dynamo_poa.advice import worth_it
-from dynamo_poa.config import ControllerConfig, SloConfig
+from dynamo_poa.config import SloConfig
 from dynamo_poa.coupling import Advice, AllocationEstimate, Split
-from dynamo_poa.decisions import DecisionLog
 from dynamo_poa.errors import ConfigError
 from dynamo_poa.output_tokens import decoded_requests
 from dynamo_poa.prompts import PROMPT, REQUESTS, UNCACHED, Floats
-from dynamo_poa.serve.playback import Playback
+from dynamo_poa.serve.playback import Playback, usual_log
 from dynamo_poa.serve.trace_demand import BLOCK_TOKENS, demand_of
-from dynamo_poa.split import price_split, read_game
+from dynamo_poa.split import Game, price_split, read_game
 from dynamo_poa.values import Curve, Role, WorkerCard, WorkerKey
 from dynamo_poa.wire import ForwardPass
 from dynamo_poa.workloads.trace import survey
@@ -59,22 +58,16 @@ def of_recording(path: Path, block_size: int, slo: SloConfig) -> Advised:
 
     Raises:  RecordingError when the file is not a recording, or nothing in it is of use.
     """
-    config, decoded = ControllerConfig(), Counter[Role]()
+    decoded, held = Counter[Role](), Counter[Role]()
 
     def on_pass(key: WorkerKey, card: WorkerCard, done: ForwardPass, at_s: float) -> None:
         decoded[card.role] += done.decode_requests
+        held[card.role] += done.decode_kv_tokens
 
     playback = Playback(
         path,
         block_size=block_size,
-        make_log=lambda answering: DecisionLog(
-            window=config.window,
-            ttft_window_s=config.regime.window_s,
-            stale_s=config.stale_s,
-            block_size=block_size,
-            answering=answering,
-            prompts_window_s=math.inf,
-        ),
+        make_log=usual_log(block_size, math.inf),
         on_pass=on_pass,
     )
     cards: dict[int, WorkerCard] = {}
@@ -82,13 +75,23 @@ def of_recording(path: Path, block_size: int, slo: SloConfig) -> Advised:
         present = {worker.key.worker_id: worker.card for worker in playback.workers if not worker.stale}
         if {card.role for card in present.values()} >= {card.role for card in cards.values()}:
             cards = present  # not those that stop when the recording does
-    seconds = playback.log.prompts.seconds(playback.at_s + 1)
+    prompts, end_s = playback.log.prompts, playback.at_s + 1
+    seconds, in_flight = prompts.seconds(end_s), prompts.in_flight(end_s)
     busy = np.flatnonzero(seconds[:, REQUESTS])
-    seconds = seconds[: busy[-1] + 1] if len(busy) else seconds[:0]
+    count = int(busy[-1]) + 1 if len(busy) else 0
     ended = decoded_requests(playback.log.outcomes)[Role.DECODE]
     output_tokens = decoded[Role.DECODE] / ended if ended and decoded[Role.DECODE] else None
     notes = tuple(f"{name}: {count}" for name, count in playback.inexact.items())
-    return _answer(str(path), cards.values(), playback.curves, seconds, output_tokens, slo, notes)
+    game = read_game(
+        cards.values(),
+        playback.curves,
+        seconds[:count],
+        output_tokens,
+        slo,
+        context_tokens=held[Role.DECODE] / decoded[Role.DECODE] if held[Role.DECODE] else None,
+        in_flight=in_flight[:count],
+    )
+    return _answer(str(path), game, seconds[:count], output_tokens, slo, notes)
 
 
 def of_trace(
@@ -115,7 +118,8 @@ def of_trace(
     ]
     assumed = f"a prompt's prefix is cached where one cache as large as those of {split.prefill}P has it"
     told = (assumed, *notes, *((left_out,) if left_out else ()))
-    return _answer(path, cards, curves, seconds, output_tokens, slo, told)
+    game = read_game(cards, curves, seconds, output_tokens, slo)
+    return _answer(path, game, seconds, output_tokens, slo, told)
 
 
 def read_split(topology: str) -> Split:
@@ -133,8 +137,7 @@ def read_split(topology: str) -> Split:
 
 def _answer(
     source: str,
-    cards: Iterable[WorkerCard],
-    curves: Mapping[Role, Curve],
+    game: Game | str,
     seconds: Floats,
     output_tokens: float | None,
     slo: SloConfig,
@@ -142,7 +145,7 @@ def _answer(
 ) -> Advised:
     sums = seconds.sum(axis=0)
     requests = float(sums[REQUESTS])
-    allocation = price_split(read_game(cards, curves, seconds, output_tokens, slo))
+    allocation = price_split(game)
     return Advised(
         source=source,
         slo=slo,

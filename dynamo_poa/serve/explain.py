@@ -17,14 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dynamo_poa.advice import worth_it
-from dynamo_poa.config import ControllerConfig
 from dynamo_poa.coupling import AllocationEstimate, CachingEstimate, Coupling, couple
-from dynamo_poa.decisions import DecisionLog
 from dynamo_poa.errors import ConfigError, RecordingError
 from dynamo_poa.estimator import shares
 from dynamo_poa.games.routing import decode_optimum, prefill_optimum
 from dynamo_poa.output_tokens import OutputTokens
-from dynamo_poa.serve.playback import Instant, Playback
+from dynamo_poa.serve.playback import Instant, Playback, usual_log
 from dynamo_poa.serve.slow_games_played import SlowGamesPlayed
 from dynamo_poa.snapshot import DecodeGame, PrefillGame, Snapshot, price
 from dynamo_poa.values import Estimate, Role, Shares, WorkerKey
@@ -115,17 +113,11 @@ def explain(path: Path, at_s: float, *, block_size: int) -> Explanation:
     Raises:  RecordingError when the file is not a recording or holds no decisions, ConfigError when the
              instant is not within it.
     """
-    config, output_tokens = ControllerConfig(), OutputTokens()
+    output_tokens = OutputTokens()
     playback = Playback(
         path,
         block_size=block_size,
-        make_log=lambda answering: DecisionLog(
-            window=config.window,
-            ttft_window_s=config.regime.window_s,
-            stale_s=config.stale_s,
-            block_size=block_size,
-            answering=answering,
-        ),
+        make_log=usual_log(block_size),
         on_pass=output_tokens.observe,
     )
     games = SlowGamesPlayed(playback, output_tokens, at_s)

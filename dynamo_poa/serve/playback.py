@@ -40,6 +40,21 @@ class Instant(NamedTuple):
     snapshots: list[Snapshot]
 
 
+def usual_log(
+    block_size: int, prompts_window_s: float | None = None
+) -> Callable[[frozenset[Role]], DecisionLog]:
+    """Return what makes the log of a controller with default settings, for Playback's `make_log`."""
+    config = ControllerConfig()
+    return lambda answering: DecisionLog(
+        window=config.window,
+        ttft_window_s=config.regime.window_s,
+        stale_s=config.stale_s,
+        block_size=block_size,
+        answering=answering,
+        prompts_window_s=config.estimate_window_s if prompts_window_s is None else prompts_window_s,
+    )
+
+
 class Playback:
     """A recording, played once. Instants are seconds since its first message.
 

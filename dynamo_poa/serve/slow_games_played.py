@@ -62,7 +62,13 @@ class SlowGamesPlayed:
         playback, config = self._playback, self._config
         self._output_tokens.update(at_s, decoded_requests(playback.log.outcomes))
         self._allocation = note_split(
-            at_s, playback.workers, playback.log, playback.curves, self._output_tokens.mean, config.slo
+            at_s,
+            playback.workers,
+            playback.log,
+            playback.curves,
+            self._output_tokens.mean,
+            config.slo,
+            self._output_tokens.contexts,
         )
         if at_s >= self._next_at_s and at_s > self._until_s - config.caching.demand_window_s:
             self.caching = self._placements.note_caches(at_s)()
