@@ -4,6 +4,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 from suite_results import stamp
 
@@ -16,8 +17,9 @@ from dynamo_poa.bench.suites.cells import Cell, Result
 from dynamo_poa.bench.suites.figures import Served, attained_figures
 from dynamo_poa.bench.suites.replayed import Record
 from dynamo_poa.bench.suites.store import Contents
+from dynamo_poa.closed_loop import users_of
 from dynamo_poa.config import SloConfig
-from dynamo_poa.coupling import Attainment, Split
+from dynamo_poa.coupling import AllocationEstimate, Attainment, Split
 from dynamo_poa.errors import ConfigError
 from dynamo_poa.values import Role
 from dynamo_poa.workloads.arrivals import Closed, Poisson
@@ -223,9 +225,8 @@ def row(simulated_rps: tuple[float, ...], predicted_rps: tuple[float, ...]) -> R
     """Return a workload; all predictions are alike but that from 5P/3D, which is what was simulated."""
     predicted, sure = attainments(*predicted_rps), attainments(*simulated_rps)
     at = {one.name: sure if one.name == "5P/3D" else predicted for one in FLEETS}
-    return Row(
-        "zipf | 240 requests/s", False, predicted, tuple(Simulated(r, 1.0, 1.0) for r in simulated_rps), at
-    )
+    simulated = tuple(Simulated(r, 1.0, 1.0) for r in simulated_rps)
+    return Row("zipf | 240 requests/s", False, predicted, simulated, at, AllocationEstimate(reason="no"))
 
 
 def test_a_prediction_is_right_when_its_split_gives_up_three_percent_at_most() -> None:
@@ -264,13 +265,86 @@ def results(best: int) -> tuple[Result, ...]:
 def test_the_document_says_what_was_missed_and_why() -> None:
     """Paper: 3P/5D is predicted; where 1P/7D were best that would be a miss."""
     text = markdown(Contents(stamp=stamp("allocation"), results=results(best=3)))
-    assert "in **1 of 1** workloads" in text
-    assert "## What was missed, and why\n\nNothing." in text
+    assert "**With the demand known** the predicted best split is simulation's" in text
+    assert "in **1 of 1** workloads that the model was made on" in text
+    assert "## What was missed, and why\n\nWith the demand known, nothing.\n\n" in text
     assert "Not given, so left out: mooncake_conversation_a.jsonl, mooncake_synthetic.jsonl." in text
     missed = markdown(Contents(stamp=stamp("allocation"), results=results(best=1)))
     assert "in **0 of 1** workloads" in missed
     assert "**paper | 32 users**: 3P/5D predicted, 1P/7D is best." in missed
-    assert r"| paper \| 32 users | 3P/5D | 1P/7D | 102 | 19.7% | **missed** |" in missed
+    assert r"| paper \| 32 users | 3P/5D | 1P/7D | 102 | 19.7% | **missed** | **4P/4D (29.6%)** |" in missed
+
+
+def test_what_the_controller_reads_is_judged_beside_what_is_predicted_from_known_demand() -> None:
+    """Paper: it keeps 4P/4D, which is as good by its own prediction; that gives up 9.9% were 3P/5D best."""
+    (found,) = rows_of(results(best=3))
+    assert (str(found.read_split), found.read_right, found.right) == ("4P/4D", False, True)
+    assert found.read == allocation.as_read(allocation.inputs().workloads["paper | 32 users"])
+    assert found.read_gain_rps == 0.0
+    text = markdown(Contents(stamp=stamp("allocation"), results=results(best=3)))
+    assert "the split that it would have is as good in **0 of 1** of the same" in text
+    assert r"| paper \| 32 users | 3P/5D | 3P/5D | 102 | 0.0% | right | **4P/4D (9.9%)** |" in text
+    assert (
+        "**paper | 32 users**, as the controller reads it: 4P/4D. It reads 79.9 requests/s, 64 uncached "
+        "tokens, 160 held and 64 of an answer, means, in its minute; in the run that the prediction is made "
+        "from there are a closed loop, 64, 160 and 64. With the demand known 3P/5D is predicted to give 80.0 "
+        "requests/s and 4P/4D 79.7."
+    ) in text
+
+
+def test_a_controller_that_cannot_tell_is_not_right() -> None:
+    """Its reason stands in the table; a change that is advised is marked."""
+    unknown = row((0, 0, 0, 100, 90, 80, 0), (0, 0, 0, 100, 90, 80, 0))
+    assert (unknown.read_split, unknown.read_right, unknown.read_gain_rps) == (None, False, 0.0)
+    assert allocation_doc._read_so(unknown) == "**none**: no"
+    now, then = unknown.predicted[3], unknown.predicted[4]
+    read = AllocationEstimate(
+        poa_hat=1.2, now=now, best=then, target=then, gain_frac=0.2, gain_low=0.1, gain_high=0.3
+    )
+    assert allocation_doc._read_so(unknown._replace(read=read)) == "**5P/3D (10.0%)** advised"
+    better = unknown._replace(read=read, simulated=unknown.simulated[::-1])
+    assert better.read_gain_rps == -100.0
+    assert allocation_doc._read_so(unknown._replace(read=msgspec.structs.replace(read, target=None))) == (
+        "4P/4D (0.0%)"
+    )
+
+
+def test_users_are_read_from_what_is_in_flight_and_those_who_think_are_not() -> None:
+    """Every closed loop of the suite but that of `mixed`, whose users think; no open one."""
+    read = {}
+    for name, known in allocation.inputs().workloads.items():
+        minute = known.minute
+        seconds = np.array(minute.seconds)
+        read[name] = users_of(np.array(minute.in_flight), seconds[:, 0].mean())
+        asked = known.at[MIDDLE].mix
+        assert read[name] == (asked.users if asked.think_s < 0.1 else 0), name
+    assert sorted(read.values())[-5:] == [32, 32, 64, 128, 256]
+
+
+def test_the_minute_is_what_the_controllers_windows_hold_three_quarters_into_a_run() -> None:
+    """One a second for 9 s, the last at 8.5 s: looked at at 6 s, without the first second."""
+    records = [
+        record(arrival_time_ms=1000.0 * n + 500, terminal_time_ms=1000.0 * n + 2100, output_length=50 + n)
+        for n in range(9)
+    ]
+    eighths = allocation_inputs.eighths_rps(records)
+    assert eighths == pytest.approx((1.0,) * 7 + (2.0,))  # the last one counts, too
+    minute = allocation_inputs.read_minute(records, (eighths, eighths))
+    assert minute.seconds == ((1.0, 800.0, 800.0**2, 1000.0, 1000.0**2),) * 5
+    assert minute.in_flight == (1.0, 2.0, 2.0, 2.0, 2.0)
+    ended = [50 + n for n in range(4)]  # at 2.1, 3.1, 4.1 and 5.1 s
+    assert minute.output_tokens == pytest.approx(sum(ended) / 4)
+    held = sum(n * (1000 + n / 2) for n in ended) / sum(ended)
+    assert minute.context_tokens == pytest.approx(held)
+    assert minute.eighths_rps == (eighths, eighths)
+
+
+def test_the_file_has_lists_of_numbers_on_one_line_and_is_what_was_measured() -> None:
+    """Thousands of lines of one number each say nothing to who compares two files."""
+    text = allocation_inputs.file_of(allocation.inputs())
+    assert text == allocation.INPUTS.read_text()
+    assert msgspec.json.decode(text, type=allocation.Inputs) == allocation.inputs()
+    assert "[\n" in text  # of lists
 
 
 def test_a_right_split_with_another_goodput_than_predicted_is_told() -> None:
@@ -284,6 +358,9 @@ def test_a_right_split_with_another_goodput_than_predicted_is_told() -> None:
         "**paper | 32 users**: the split is right and its goodput is not, 80 requests/s predicted and 203 "
         "simulated."
     )
+    nothing = [one._replace(goodput_rps=0.0) for one in found[0].simulated]
+    (told,) = allocation_doc._off([found[0]._replace(simulated=tuple(nothing))])
+    assert told.endswith("80 requests/s predicted and 0 simulated.")
 
 
 def test_without_every_split_there_is_nothing_to_judge() -> None:

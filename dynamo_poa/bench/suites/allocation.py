@@ -1,8 +1,9 @@
 """Whether the split that the allocation game predicts is the one that Dynamo's simulator finds best.
 
-Owns: the suite's fleets, its workloads and their objectives; what is predicted for them.
-Does not own: the game (games/allocation.py), what was measured of a workload (allocation_inputs.py), how a
-              cell is run (replayed.py), the document (allocation_doc.py).
+Owns: the suite's fleets, its workloads and their objectives; what is predicted for them, with their demand
+      known and as a controller reads it.
+Does not own: the game (games/allocation.py), what is read of it (split.py), what was measured of a workload
+              (allocation_inputs.py), how a cell is run (replayed.py), the document (allocation_doc.py).
 Invariant: what a prediction is made from was measured on requests that no cell of the suite asks, and of a
            trace on its first half. Objectives are UNLOADED_TIMES what an unloaded fleet takes, set before.
 Source: issue 7. Why a prefill worker takes one prompt at a time: measured on ai-dynamo 1.4.2's simulator, a
@@ -15,13 +16,15 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import msgspec
+import numpy as np
 
 from dynamo_poa.bench.suites import baselines
 from dynamo_poa.bench.suites.cells import Cell, Fleet
 from dynamo_poa.config import SloConfig
-from dynamo_poa.coupling import Attainment
+from dynamo_poa.coupling import AllocationEstimate, Attainment
 from dynamo_poa.games.allocation import Mix, Pool, PoolLimits, Pools, every_split
-from dynamo_poa.values import Curve
+from dynamo_poa.split import price_split, read_game
+from dynamo_poa.values import Curve, Role, WorkerCard
 from dynamo_poa.workloads.arrivals import Closed, Load, Poisson, TraceTimes
 from dynamo_poa.workloads.synthetic import Content, LongTail, Mixed, MultiTurn, Paper, Trace, Zipf
 
@@ -56,8 +59,9 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
-    """What a controller would know of a workload at one split.
+    """A workload's demand and the speed of workers, at one split.
 
+    mix:            of its requests; users and their thought are the workload's own, which no controller knows
     residual_frac:  of the curves over the passes they were fitted to, prefill and decode
     """
 
@@ -67,11 +71,28 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     residual_frac: tuple[float, float]
 
 
+class Minute(msgspec.Struct, frozen=True, kw_only=True):
+    """What a controller reads of a workload at MIDDLE: the minute before an instant of a run of two.
+
+    seconds, in_flight:             as PromptWindow has them
+    output_tokens, context_tokens:  as OutputTokens has them, of requests that ended in that minute
+    eighths_rps:                    arrivals a second in each eighth of the time of a run as long as the
+                                    suite's, and of this one
+    """
+
+    seconds: tuple[tuple[float, ...], ...]
+    in_flight: tuple[float, ...]
+    output_tokens: float
+    context_tokens: float
+    eighths_rps: tuple[tuple[float, ...], tuple[float, ...]]
+
+
 class Known(msgspec.Struct, frozen=True, kw_only=True):
-    """What was measured of a workload: its objectives, and itself at each split, by `3P/5D`."""
+    """What was measured of a workload: its objectives, itself at each split, by `3P/5D`, and a minute."""
 
     slo: SloConfig
     at: dict[str, Measured]
+    minute: Minute
 
 
 class Inputs(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,6 +109,7 @@ def fleet(prefill: int, decode: int) -> Fleet:
 
 
 FLEETS = tuple(fleet(prefill, WORKERS - prefill) for prefill in range(1, WORKERS))
+MIDDLE = FLEETS[len(FLEETS) // 2]
 
 
 def workloads(traces: Path | None) -> tuple[Asked, ...]:
@@ -171,6 +193,34 @@ def predicted(known: Known, at: str) -> tuple[Attainment, ...]:
         decode=Pool(curve=measured.decode, limits=_limits(prefill=False)),
     )
     return every_split(measured.mix, pools, known.slo, WORKERS)
+
+
+def as_read(known: Known) -> AllocationEstimate:
+    """Return what the controller's own code makes of its minute at the middle split."""
+    minute, measured = known.minute, known.at[MIDDLE.name]
+    roles = [Role.PREFILL] * MIDDLE.prefill + [Role.DECODE] * MIDDLE.decode
+    cards = [
+        WorkerCard(
+            worker_id=number,
+            role=role,
+            kv_block_size=MIDDLE.block_tokens,
+            total_kv_blocks=MIDDLE.kv_blocks,
+            max_num_seqs=MIDDLE.prefill_at_once if role is Role.PREFILL else MIDDLE.max_num_seqs,
+            max_num_batched_tokens=MIDDLE.max_num_batched_tokens,
+        )
+        for number, role in enumerate(roles)
+    ]
+    return price_split(
+        read_game(
+            cards,
+            {Role.PREFILL: measured.prefill, Role.DECODE: measured.decode},
+            np.array(minute.seconds),
+            minute.output_tokens,
+            known.slo,
+            context_tokens=minute.context_tokens,
+            in_flight=np.array(minute.in_flight),
+        )
+    )
 
 
 def _limits(*, prefill: bool) -> PoolLimits:

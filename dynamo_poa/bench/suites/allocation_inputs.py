@@ -1,7 +1,8 @@
-"""`python -m dynamo_poa.bench.suites.allocation_inputs --traces DIR`: what a controller would know.
+"""`python -m dynamo_poa.bench.suites.allocation_inputs --traces DIR`: what is predicted from.
 
-Owns: what is measured of each workload of the suite `allocation`, and the file it is kept in: objectives, mix
-      and, at each split, the curves that LatencyBook fits.
+Owns: what is measured of each workload of the suite `allocation`, and the file it is kept in: objectives; at
+      each split the mix, of which users and thought are the workload's own, and the curves that LatencyBook
+      fits; at the middle one what a controller reads of a minute, nothing of which is the workload's own.
 Does not own: the workloads (allocation.py), the fit (latency.py).
 Invariant: nothing comes from the simulator's source. The simulator tells of requests, not of passes, so a
            prompt's passes are its time and tokens shared out among as many as its batch takes, and a
@@ -11,6 +12,7 @@ Invariant: nothing comes from the simulator's source. The simulator tells of req
 import argparse
 import itertools
 import math
+import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -20,21 +22,23 @@ import numpy as np
 
 from dynamo_poa.bench.report import this_machine
 from dynamo_poa.bench.suites import allocation, baselines, replayed
-from dynamo_poa.bench.suites.allocation import FLEETS, Asked, Inputs, Known, Measured
+from dynamo_poa.bench.suites.allocation import FLEETS, MIDDLE, Asked, Inputs, Known, Measured, Minute
 from dynamo_poa.bench.suites.cells import Cell, Fleet
 from dynamo_poa.bench.suites.figures import WARM_UP_FRAC
 from dynamo_poa.bench.suites.replayed import Record
-from dynamo_poa.config import SloConfig
-from dynamo_poa.errors import PoaError
+from dynamo_poa.bench.suites.written import write
+from dynamo_poa.config import ControllerConfig, SloConfig
 from dynamo_poa.games.allocation import Mix
 from dynamo_poa.latency import LatencyBook
+from dynamo_poa.prompts import PromptWindow
 from dynamo_poa.values import Role, WorkerCard, WorkerKey, WorkerLatency
-from dynamo_poa.wire import ForwardPass
+from dynamo_poa.wire import Chosen, ForwardPass
 from dynamo_poa.workloads import stream
 from dynamo_poa.workloads.arrivals import Closed, Load
 
 SEED = 900_001  # of no suite
 UNLOADED_REQUESTS = 60
+READ_RUN_S = 120.0  # a minute to read, with as much before and after as it takes
 MILLI = 1e-3
 
 
@@ -139,7 +143,7 @@ def objectives(records: Sequence[Record]) -> SloConfig:
 
 
 def measure(asked: Asked, fleet: Fleet) -> Measured:
-    """Return what a controller would know of a workload at one split."""
+    """Return a workload's demand and the speed of workers at one split."""
     cell = _cell(asked, fleet)
     records = replayed.records(cell)
     prefill = fitted(prefill_passes(records, fleet.max_num_batched_tokens), Role.PREFILL, fleet)
@@ -152,9 +156,71 @@ def measure(asked: Asked, fleet: Fleet) -> Measured:
     )
 
 
+def minute(asked: Asked) -> Minute:
+    """Return what a controller reads of a workload at the middle split, three quarters into a long run.
+
+    A loop's last users are few, and its caches are cold at first: neither is in the minute.
+    """
+    cell = _cell(asked, MIDDLE)
+    short = replayed.records(cell)
+    lasts_s = max(record.arrival_time_ms for record in short) * MILLI
+    long = short
+    if not asked.is_trace:  # which is as long as it is
+        count = math.ceil(len(short) * READ_RUN_S / lasts_s)
+        long = replayed.records(msgspec.structs.replace(cell, requests=count))
+    return read_minute(long, (eighths_rps(short), eighths_rps(long)))
+
+
+def read_minute(records: Sequence[Record], eighths: tuple[tuple[float, ...], tuple[float, ...]]) -> Minute:
+    """Return what PromptWindow and OutputTokens hold three quarters into a run."""
+    ordered = sorted(records, key=lambda record: record.arrival_time_ms)
+    at_s = math.floor(0.75 * ordered[-1].arrival_time_ms * MILLI)
+    window_s = ControllerConfig().estimate_window_s
+    window = PromptWindow(window_s)
+    for record in ordered:
+        if (came_s := record.arrival_time_ms * MILLI) < at_s:
+            window.add(_chosen(record), came_s)
+    begins = np.array([record.arrival_time_ms for record in ordered]) * MILLI
+    ends = np.array([record.terminal_time_ms or record.arrival_time_ms for record in ordered]) * MILLI
+    for second in range(at_s):
+        window.look(lambda now=second: int(((begins <= now) & (now < ends)).sum()), second)  # type: ignore[misc]
+    ended = [record for record, end_s in zip(ordered, ends, strict=True) if at_s - window_s <= end_s < at_s]
+    output = np.array([record.output_length for record in ended], dtype=np.float64)
+    held = np.array([_context(record) for record in ended])
+    return Minute(
+        seconds=tuple(map(tuple, window.seconds(at_s).tolist())),
+        in_flight=tuple(window.in_flight(at_s).tolist()),
+        output_tokens=float(output.mean()),
+        context_tokens=float((output @ held) / output.sum()),
+        eighths_rps=eighths,
+    )
+
+
+def eighths_rps(records: Iterable[Record]) -> tuple[float, ...]:
+    """Return arrivals a second in each eighth of a run, by its time up to the last one."""
+    counts, edges = np.histogram([record.arrival_time_ms * MILLI for record in records], bins=8)
+    return tuple((counts / np.diff(edges)).tolist())
+
+
+def _chosen(record: Record) -> Chosen:
+    return Chosen(
+        request_id="",
+        role=Role.PREFILL,
+        at_s=0.0,
+        received_at_s=0.0,
+        worker_id=0,
+        dp_rank=0,
+        prompt_tokens=record.input_length,
+        revision=0,
+        attempt=1,
+        candidates=(),
+        cached_tokens=record.reused_input_tokens,
+    )
+
+
 def unloaded(asked: Asked) -> SloConfig:
     """Return a workload's objectives: one user on the middle split."""
-    cell = _cell(asked, FLEETS[len(FLEETS) // 2])
+    cell = _cell(asked, MIDDLE)
     content = cell.content
     if asked.is_trace:
         content = msgspec.structs.replace(content, limit=UNLOADED_REQUESTS)
@@ -201,28 +267,35 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--traces", type=Path, metavar="DIR", help="folder of Mooncake's traces")
     parser.add_argument("--out", type=Path, default=allocation.INPUTS, metavar="FILE")
     arguments = parser.parse_args(argv)
-    asked = allocation.workloads(arguments.traces)
-    try:
-        with replayed.pool() as pool:
-            slos = [pool.submit(unloaded, one) for one in asked]
-            runs = [[pool.submit(measure, one, fleet) for fleet in FLEETS] for one in asked]
-            known = {
-                one.name: Known(
-                    slo=slo.result(),
-                    at={fleet.name: run.result() for fleet, run in zip(FLEETS, of_one, strict=True)},
-                )
-                for one, slo, of_one in zip(asked, slos, runs, strict=True)
-            }
-        inputs = Inputs(
-            command="python -m dynamo_poa.bench.suites.allocation_inputs --traces DIR",
-            packages=dict(this_machine().packages),
-            workloads=known,
-        )
-        arguments.out.write_bytes(msgspec.json.format(msgspec.json.encode(inputs)) + b"\n")
-    except (PoaError, OSError) as error:
-        print(error, file=sys.stderr)
-        return 2
-    return 0
+    return write(arguments.out, lambda: _measured(allocation.workloads(arguments.traces)))
+
+
+def _measured(asked: Sequence[Asked]) -> str:
+    """Return the file: every workload at every split."""
+    with replayed.pool() as pool:
+        slos = [pool.submit(unloaded, one) for one in asked]
+        runs = [[pool.submit(measure, one, fleet) for fleet in FLEETS] for one in asked]
+        minutes = [pool.submit(minute, one) for one in asked]
+        known = {
+            one.name: Known(
+                slo=slo.result(),
+                at={fleet.name: run.result() for fleet, run in zip(FLEETS, of_one, strict=True)},
+                minute=read.result(),
+            )
+            for one, slo, of_one, read in zip(asked, slos, runs, minutes, strict=True)
+        }
+    inputs = Inputs(
+        command="python -m dynamo_poa.bench.suites.allocation_inputs --traces DIR",
+        packages=dict(this_machine().packages),
+        workloads=known,
+    )
+    return file_of(inputs)
+
+
+def file_of(inputs: Inputs) -> str:
+    """Return the file's text, a list of numbers on one line."""
+    text = msgspec.json.format(msgspec.json.encode(inputs)).decode()
+    return re.sub(r"\[[^][\"{}]*\]", lambda found: " ".join(found[0].split()), text) + "\n"
 
 
 if __name__ == "__main__":

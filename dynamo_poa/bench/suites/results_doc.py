@@ -22,7 +22,8 @@ from dynamo_poa.bench.suites.standing import LEADING, percent, standings
 from dynamo_poa.bench.suites.store import Contents, read_all
 from dynamo_poa.bench.suites.summary import CHANCE, MOST_PROBLEMS, STARTS, of_table, verdicts
 from dynamo_poa.bench.suites.tables import Table, Text
-from dynamo_poa.errors import ConfigError, PoaError
+from dynamo_poa.bench.suites.written import write
+from dynamo_poa.errors import ConfigError
 
 # The suites that readers come for first; others follow in the order of their names.
 ORDER = (
@@ -234,14 +235,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="Markdown file to write")
     arguments = parser.parse_args(argv)
-    try:
-        text = markdown(read(arguments.folders))
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(text, encoding="utf-8")
-    except (PoaError, OSError) as error:
-        print(error, file=sys.stderr)
-        return 2
-    return 0
+    return write(arguments.out, lambda: markdown(read(arguments.folders)))
 
 
 if __name__ == "__main__":
