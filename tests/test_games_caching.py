@@ -212,6 +212,29 @@ def test_greedy_saves_at_least_half_of_what_the_best_does(drawn, divisible):
     assert placing_program.saved(savings, placing.greedy(savings)) >= share * best_saved * (1 - 1e-6) - 1e-9
 
 
+@given(games(most_groups=5))
+@settings(max_examples=40, deadline=None, derandomize=True)
+def test_greedy_saves_at_least_half_where_prefixes_lie_in_one_another(drawn):
+    """Each choice is the best whatever the sizes, so 1/2 without conditions on them."""
+    game, _, random = drawn
+    game = nest(game, random)
+    savings = caching._Checked(game).savings()
+    most = placement_cost(game, np.zeros(game.rate.shape, dtype=bool)) - optimum(game, exact_s=60.0).cost_s
+    assert placing_program.saved(savings, placing.greedy(savings)) >= most / 2 * (1 - 1e-6) - 1e-9
+
+
+def test_a_search_that_found_little_is_no_worse_than_where_it_began(monkeypatch):
+    """Given up at a poor placement: what the relaxation holds whole, improved, is there as well."""
+    game = nest(drawn_game(1, 40, 8, 4, 0.1), np.random.default_rng(1))
+    loose = optimum(game, exact_s=0.0)
+    poor = placing_program.Searched(np.zeros(game.rate.shape, dtype=bool), loose.bound_s)
+    monkeypatch.setattr(placing, "search", lambda *given: poor)
+    found = optimum(game, exact_s=60.0)
+    savings = caching._Checked(game).savings()
+    assert (found.method, found.cost_s, found.bound_s) == ("greedy", loose.cost_s, loose.bound_s)
+    assert savings.most - placing_program.saved(savings, placing.greedy(savings)) > found.cost_s * 1.001
+
+
 def test_greedy_can_save_little_more_than_half():
     """1 - 1/e is for a limit on the number of choices, not for a capacity at every worker.
 

@@ -13,11 +13,12 @@ from dynamo_poa import placement
 from dynamo_poa.cache_state import CacheSnapshot
 from dynamo_poa.config import CachingConfig
 from dynamo_poa.copies import Copies, copies_of
-from dynamo_poa.demand_groups import PrefixGroup
+from dynamo_poa.demand_groups import PrefixDemand, PrefixGroup
 from dynamo_poa.games.caching import optimum
 from dynamo_poa.placement import Placements, instance, nodes_of
+from dynamo_poa.prefixes import prefix_hashes
 from dynamo_poa.values import Curve, Role, WorkerCard, WorkerKey, WorkerLatency
-from dynamo_poa.wire import Tier
+from dynamo_poa.wire import Chosen, Tier
 
 W1, W2, W3 = (WorkerKey(2**64 - number, 0) for number in (1, 2, 3))
 A, B, C = 2**64 - 11, 22, 33  # chains
@@ -205,6 +206,19 @@ def test_a_chain_that_lies_where_it_is_asked_for_is_best():
     found = world.estimate(transfer="none")
     assert found.observed_s == pytest.approx(7 * 16 * TOKEN_S)
     assert (found.poa_hat, found.method) == (pytest.approx(1.0), "exact")
+
+
+def test_what_two_groups_share_counts_once_though_nobody_asks_for_it_alone():
+    """Two pairs of 8 blocks share 4, as requests tell; a cache that holds both holds 12 blocks and not 16."""
+    demand = PrefixDemand(60.0, 16)
+    begins = [prefix_hashes([1, 2, 3, 4, *range(start, start + 4)]) for start in (10, 20)]
+    for number, (prefix, key) in enumerate(itertools.product(begins, (W1, W2))):
+        demand.add(Chosen("r", Role.PREFILL, 0.0, 0.0, *key, 128, 1, 1, (), 0, prefix), float(number))
+    ranks = [rank(W1, *begins[0], begins[1][3], total=12), rank(W2, total=12)]
+    game, _ = instance(ranks, demand.groups(8.0, 10), speeds(W1, W2), CachingConfig())
+    assert game.size_blocks.tolist() == [4, 4, 4]
+    assert game.capacity_blocks.tolist() == [12, 0]
+    assert game.rate.tolist() == [[0.25, 0.25], [0.125, 0.125], [0.125, 0.125]]
 
 
 def test_what_lies_without_its_beginning_is_of_no_use():
