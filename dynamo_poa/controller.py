@@ -127,7 +127,14 @@ def step(
     state = _count_swap(state, seen)
 
     state, answer, shadow = _ask(state, seen, settings, pools, guard, stale=bool(stale))
-    coupling = couple(seen.estimate, seen.caching, seen.allocation, seen.advice)
+    coupling = couple(
+        seen.estimate,
+        seen.caching,
+        seen.allocation,
+        seen.advice,
+        driver=regime.driver.partition(".")[0] if "." in regime.driver else "",
+        without_choice=[str(role) for role, pool in seen.pools.items() if pool.workers == 1],
+    )
     why = explained(_reason(settings, answer, verdict), regime.regime, coupling)
     wanted = Choice(answer.setting, ParamsKind.POLICY, why)
     choice = _choose(state, seen, settings, wanted, stale=bool(stale))

@@ -7,12 +7,15 @@ Invariant: absent is None with a reason, never 1.0 and never NaN; pure.
 Source: theory.md, Γ_R (decomposition), Γ_KV, Γ_PD; paper, the three coupled games.
 """
 
+from collections.abc import Collection
+
 import msgspec
 
 from dynamo_poa.values import Estimate, Shares
 
 WORTH_FRAC = 0.01  # of goodput: less than that another worker is no help
 KEPT_FRAC = 0.95  # of requests within an objective: it is kept
+HUNDREDFOLD = 99.0  # of a gain, as a share
 DOMINANT_FRAC = 0.5  # a cause dominates with more than half of the cost beyond the unloaded
 
 
@@ -114,9 +117,16 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
         """Return it as an operator reads it."""
         ttft = f"TTFT attainment {self.now.ttft_frac * 100:.0f} → {self.then.ttft_frac * 100:.0f} %"
         itl = f"ITL {self.now.itl_frac * 100:.0f} → {self.then.itl_frac * 100:.0f} %"
-        low, high = self.gain_low * 100, self.gain_high * 100
-        gain = f"goodput {self.gain_frac * 100:+.0f} % ({low:+.0f} to {high:+.0f})"
-        return f"{self.now.split} → {self.then.split}: {ttft}, {itl}, {gain}"
+        gain = gained(self.gain_frac, self.gain_low, self.gain_high)
+        return f"{self.now.split} → {self.then.split}: {ttft}, {itl}, goodput {gain}"
+
+
+def gained(gain_frac: float, low: float, high: float) -> str:
+    """Return a gain of goodput and its interval in percent; beyond a hundredfold they say nothing more."""
+    if low >= HUNDREDFOLD:
+        return "more than a hundredfold"
+    ends = [f"{end * 100:+.0f}" if end < HUNDREDFOLD else "over 10000" for end in (gain_frac, low, high)]
+    return f"{ends[0]} % ({ends[1]} to {ends[2]})"
 
 
 class AllocationEstimate(msgspec.Struct, frozen=True, kw_only=True):
@@ -149,6 +159,7 @@ class Coupling(msgspec.Struct, frozen=True, kw_only=True):
 
     routing, caching, allocation:  their PoA-hat, None where absent
     shares:      of the cost beyond an unloaded system: `congestion` is routing's, `miss` caching's
+    unpriced:    legs whose cost is not in the shares, and why
     dominant:    `routing`, `caching` or `capacity`; empty while none has more than half, or nothing is known
     remedy:      what would help, in words; empty without a dominant cause
     """
@@ -157,6 +168,7 @@ class Coupling(msgspec.Struct, frozen=True, kw_only=True):
     caching: float | None = None
     allocation: float | None = None
     shares: Shares | None = None
+    unpriced: dict[str, str] = {}
     dominant: str = ""
     remedy: str = ""
 
@@ -166,15 +178,32 @@ def couple(
     caching: CachingEstimate,
     allocation: AllocationEstimate,
     advice: Advice | None = None,
+    *,
+    driver: str = "",
+    without_choice: Collection[str] = (),
 ) -> Coupling:
-    """Put the three games side by side and say which cause dominates."""
+    """Put the three games side by side and say which cause dominates.
+
+    A leg that could not be priced may hold most of the cost: then nothing dominates, unless the load is known
+    to come from a leg that was priced, or from one of a single worker, where routing has no choice.
+
+    Args:  driver: the leg that the load is on, empty where that is not known.
+           without_choice: legs of one worker.
+    """
     shares = routing.shares
-    dominant = "" if shares is None else _dominant(shares)
+    unpriced = {role: leg.reason for role, leg in routing.legs.items() if leg.poa_hat is None}
+    if driver in without_choice:
+        dominant = "capacity"
+    elif shares is None or (unpriced if not driver else driver in unpriced):
+        dominant = ""
+    else:
+        dominant = _dominant(shares)
     return Coupling(
         routing=routing.poa_hat,
         caching=caching.poa_hat,
         allocation=allocation.poa_hat,
         shares=shares,
+        unpriced=unpriced,
         dominant=dominant,
         remedy=_remedy(dominant, allocation, advice),
     )
@@ -184,10 +213,13 @@ def in_words(coupling: Coupling) -> str:
     """Say where the cost beyond an unloaded system comes from, and what would help."""
     shares = coupling.shares
     if shares is None:
-        return "no cost beyond that of an unloaded system is known"
-    parts = f"{shares.congestion:.0%} routing, {shares.miss:.0%} caching, {shares.capacity:.0%} capacity"
-    said = f"the cost beyond an unloaded system is {parts}"
-    return f"{said}: {coupling.remedy}" if coupling.remedy else said
+        said = "no cost beyond that of an unloaded system is known"
+    else:
+        parts = f"{shares.congestion:.0%} routing, {shares.miss:.0%} caching, {shares.capacity:.0%} capacity"
+        said = f"the cost beyond an unloaded system is {parts}"
+    without = ", ".join(f"{role}: {reason}" for role, reason in coupling.unpriced.items())
+    told = f"{said} (not in it: {without})" if without else said
+    return f"{told}: {coupling.remedy}" if coupling.remedy else told
 
 
 def _dominant(shares: Shares) -> str:

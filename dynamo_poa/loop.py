@@ -302,7 +302,7 @@ class ControlLoop:
             self._say_failed(error)
         if self._is_due("estimate", at_s, config.estimate_s):
             self._pricer.look(at_s, workers, decisions, self._asked_about())
-        caching, allocation = self._slow_games(at_s)
+        caching, allocation = self._slow_games(at_s, known=bool(workers))
         looked_at_s = None if self._games is None else self._games.looked_at_s
         self._advice = next_advice(self._advice, allocation, looked_at_s, at_s)
         ttft, traffic = decisions.take_ttft(), decisions.traffic(at_s)
@@ -349,14 +349,17 @@ class ControlLoop:
             counts=self._counts(at_s),
         )
 
-    def _slow_games(self, at_s: float) -> tuple[CachingEstimate, AllocationEstimate]:
-        """Return the latest prices of the other two games, and have them priced anew when it is time."""
+    def _slow_games(self, at_s: float, *, known: bool) -> tuple[CachingEstimate, AllocationEstimate]:
+        """Return the latest prices of the other two games, and have them priced anew when it is time.
+
+        Args:  known: there are workers; before the first a reason that names them would be false.
+        """
         games = self._games
         if games is None:
             return _NOT_PLAYED
         if (error := games.take_failure()) is not None:
             self._say_failed(error)
-        if self._is_due("games", at_s, self._settings.config.games_s):
+        if known and self._is_due("games", at_s, self._settings.config.games_s):
             games.look(at_s)
         return games.caching, games.allocation
 

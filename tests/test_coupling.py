@@ -17,6 +17,7 @@ from dynamo_poa.coupling import (
     Coupling,
     Split,
     couple,
+    gained,
     in_words,
 )
 from dynamo_poa.report import explained
@@ -40,7 +41,16 @@ CACHING = CachingEstimate(
     reload_frac=0.125,
 )
 SPLITS = AllocationEstimate(
-    poa_hat=1.067, now=NOW, best=THEN, equilibrium=THEN, one_more_prefill=0.08, one_more_decode=0.01
+    poa_hat=1.067,
+    now=NOW,
+    best=THEN,
+    equilibrium=THEN,
+    target=THEN,
+    gain_frac=0.066,
+    gain_low=0.02,
+    gain_high=0.11,
+    one_more_prefill=0.08,
+    one_more_decode=0.01,
 )
 
 
@@ -85,6 +95,41 @@ def test_without_advice_the_pool_that_gains_most_by_one_more_worker_is_named() -
     )
 
 
+def test_a_leg_that_is_not_priced_may_hold_most_of_the_cost() -> None:
+    """Seen live: forty prompts waited for the one prefill worker, and the decode leg's cost was routing's."""
+    mostly = Shares(miss=0.0, congestion=0.79, capacity=0.21)
+    one_prefill = Estimate(
+        poa_hat=1.356,
+        shares=mostly,
+        legs={
+            "prefill": Estimate(reason="1 worker, 2 needed"),
+            "decode": Estimate(poa_hat=1.356, shares=mostly),
+        },
+    )
+    said = couple(one_prefill, CACHING, SPLITS, driver="prefill", without_choice=["prefill"])
+    assert (said.dominant, said.unpriced) == ("capacity", {"prefill": "1 worker, 2 needed"})
+    assert in_words(said) == (
+        "the cost beyond an unloaded system is 79% routing, 0% caching, 21% capacity (not in it: prefill: "
+        "1 worker, 2 needed): no routing parameter can help; one more prefill worker would: goodput +8 %"
+    )
+    assert couple(one_prefill, CACHING, SPLITS, driver="prefill").dominant == ""
+    assert couple(one_prefill, CACHING, SPLITS).dominant == ""
+    assert couple(one_prefill, CACHING, SPLITS, driver="decode").dominant == "routing"
+
+
+@pytest.mark.parametrize(
+    ("gain", "said"),
+    [
+        ((0.066, 0.02, 0.11), "+7 % (+2 to +11)"),
+        ((150.0, 120.0, 200.0), "more than a hundredfold"),
+        ((59.9, 0.009, 100.0), "+5990 % (+1 to over 10000)"),
+    ],
+)
+def test_gains_beyond_a_hundredfold_are_not_told_apart(gain: tuple[float, float, float], said: str) -> None:
+    """The model's own bound: a split that gets next to nothing done makes any other infinitely better."""
+    assert gained(*gain) == said
+
+
 def test_nothing_known_is_nothing_said() -> None:
     """Absent is None with a reason, never 1.0."""
     nothing = couple(
@@ -127,8 +172,8 @@ def test_watch_shows_the_three_games() -> None:
         "workers); 2.250 copies a block; 50.0% of capacity copies; 12.5% of evictions too early",
         "after swap  ω 1 → 0.1: found cached 75.0% → 50.0% → - (before, during, after), "
         "copies a block 1.250 → -",
-        "split       PoA-hat 1.067, now 3P/5D (TTFT 91.0%, ITL 99.0% within objective, 90.0 good requests/s)"
-        "; best 4P/4D (TTFT 98.0%, ITL 98.0% within objective, 96.0 good requests/s)",
+        "split       PoA-hat 1.067; predicted within objectives now: 3P/5D TTFT 91.0%, ITL 99.0%, "
+        "90.0 requests/s; better: 4P/4D TTFT 98.0%, ITL 98.0%, 96.0 requests/s, +7 % (+2 to +11)",
         f"advice      {ADVISED} (for 75 s)",
     ]
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from dynamo_poa.coupling import AllocationEstimate, Attainment, CacheSwap, CachingEstimate, in_words
+from dynamo_poa.coupling import AllocationEstimate, Attainment, CacheSwap, CachingEstimate, gained, in_words
 from dynamo_poa.serve.show import number, percent
 from dynamo_poa.telemetry import TelemetryRecord
 
@@ -67,6 +67,8 @@ def _swap(swap: CacheSwap) -> str:
     )
     copies = f"{number(swap.duplication_before)} → {number(swap.duplication_after)}"
     omega = f"ω {swap.overlap_weight_before:g} → {swap.overlap_weight_after:g}"
+    if swap.overlap_weight_before == swap.overlap_weight_after:
+        omega = "who picks the worker changed"
     return f"{omega}: found cached {hits} (before, during, after), copies a block {copies}"
 
 
@@ -74,12 +76,14 @@ def allocation_text(found: AllocationEstimate) -> str:
     """Return the split of workers and the best one, or why they are not known."""
     if found.poa_hat is None or found.now is None or found.best is None:
         return f"PoA-hat none: {found.reason}"
-    told = f"PoA-hat {number(found.poa_hat)}, now {_attained(found.now)}"
-    if found.best.split != found.now.split:
-        told += f"; best {_attained(found.best)}"
+    told = f"PoA-hat {number(found.poa_hat)}; predicted within objectives now: {_attained(found.now)}"
+    if found.target is not None:
+        told += f"; better: {_attained(found.target)}"
+        if found.gain_frac is not None and found.gain_low is not None and found.gain_high is not None:
+            told += f", {gained(found.gain_frac, found.gain_low, found.gain_high)}"
     return told
 
 
 def _attained(found: Attainment) -> str:
     within = f"TTFT {percent(found.ttft_frac)}, ITL {percent(found.itl_frac)}"
-    return f"{found.split} ({within} within objective, {number(found.goodput_rps, 1)} good requests/s)"
+    return f"{found.split} {within}, {number(found.goodput_rps, 1)} requests/s"
