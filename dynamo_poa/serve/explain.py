@@ -135,7 +135,8 @@ def explain(path: Path, at_s: float, *, block_size: int) -> Explanation:
         raise RecordingError(f"{path}: holds no decisions up to {at_s:g} s: nobody is known to be in flight")
     found = explain_snapshots(at_s, nearest.at_s, nearest.snapshots, playback.inexact)
     caching, allocation = games.caching, games.allocation()
-    routing = Estimate(poa_hat=found.poa_hat, shares=found.shares)
+    unpriced = {role: Estimate(reason=lack) for role, lack in found.lacking.items()}
+    routing = Estimate(poa_hat=found.poa_hat, shares=found.shares, legs=unpriced)
     return msgspec.structs.replace(
         found,
         caching=caching,
