@@ -213,7 +213,8 @@ def serves(one: Attainment) -> bool:
 
 
 def _no_price(split: Split, best: Attainment) -> str:
-    return f"{split if serves(best) else 'no split'} gets requests done within both objectives"
+    who = f"{split} gets next to no request" if serves(best) else "no split gets requests"
+    return f"{who} done within both objectives"
 
 
 def _interval(game: Game, now: Split, then: Split) -> tuple[float, float]:

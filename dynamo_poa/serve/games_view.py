@@ -74,9 +74,10 @@ def _swap(swap: CacheSwap) -> str:
 
 def allocation_text(found: AllocationEstimate) -> str:
     """Return the split of workers and the best one, or why they are not known."""
-    if found.poa_hat is None or found.now is None or found.best is None:
-        return f"PoA-hat none: {found.reason}"
-    told = f"PoA-hat {number(found.poa_hat)}; predicted within objectives now: {_attained(found.now)}"
+    poa = f"PoA-hat none: {found.reason}" if found.poa_hat is None else f"PoA-hat {number(found.poa_hat)}"
+    if found.now is None:
+        return poa
+    told = f"{poa}; predicted within objectives now: {_attained(found.now)}"
     if found.target is not None:
         told += f"; better: {_attained(found.target)}"
         if found.gain_frac is not None and found.gain_low is not None and found.gain_high is not None:
