@@ -21,6 +21,11 @@ def priced(record: TelemetryRecord) -> bool:
     return record.caching.poa_hat is not None and record.caching.workers == 2
 
 
+def shared(record: TelemetryRecord) -> bool:
+    """Tell whether there is a figure, and both caches hold some of the same blocks."""
+    return priced(record) and (record.caching.duplication or 0.0) > 1
+
+
 async def test_caches_of_a_live_graph_are_priced_and_a_worker_that_is_away_takes_the_figure_with_it() -> None:
     """Issue 7: present with caches; with one worker there is a reason and no figure, until it is back."""
     overrides = (
@@ -37,14 +42,18 @@ async def test_caches_of_a_live_graph_are_priced_and_a_worker_that_is_away_takes
         *LOOKS,
     )
     async with live_graph("disagg", *overrides, clean=False) as graph, graph.load(8, **LOAD):
-        await graph.until(lambda record: priced(record) and record.caching.reload_frac is not None, 20)
-        found = graph.latest.caching
+        seen = len(graph.telemetry)
+        # Caches of a few prefixes each hold different ones now and then.
+        await graph.until(lambda record: shared(record) and record.caching.reload_frac is not None, 20)
+        found = next(
+            r for r in graph.telemetry[seen:] if shared(r) and r.caching.reload_frac is not None
+        ).caching
         assert found.poa_hat is not None
         assert found.poa_hat >= 1 - 1e-9
         assert found.observed_s == pytest.approx(found.poa_hat * (found.optimal_s or 0.0))
         assert (found.method, found.uncertain) == ("exact", False)
         assert 2 <= found.groups <= 12
-        assert 1 < (found.duplication or 0.0) <= 2
+        assert (found.duplication or 0.0) <= 2
         assert found.sampled_frac == 1.0
         await shown(graph)
         async with graph.held_down("prefill-1"):
@@ -56,9 +65,12 @@ async def test_caches_of_a_live_graph_are_priced_and_a_worker_that_is_away_takes
 
 async def shown(graph: LiveGraph) -> None:
     """Wait until /metrics has the figure; workers that share a host are on one node, so copies count."""
-    samples = await graph.metrics_until("controller", lambda samples: "poa_caching_hat" in samples)
+    samples = await graph.metrics_until(
+        "controller",
+        lambda samples: "poa_caching_hat" in samples and samples["poa_caching_copies_frac"] > 0,
+        within_s=15,
+    )
     assert 2 <= samples["poa_caching_groups"] <= 12
-    assert samples["poa_caching_copies_frac"] > 0
 
 
 async def test_without_prefix_caching_there_is_a_reason_and_no_figure() -> None:

@@ -3,6 +3,7 @@
 Idleness (S4a), a connection on which nothing passes (S4b), poisoned parameters (I3), ranks (E7a).
 """
 
+import asyncio
 import math
 from collections import Counter
 
@@ -243,6 +244,17 @@ async def applied(graph: LiveGraph, kv: KeyValue, value: bytes, wanted: tuple[fl
     )
     await eventually(lambda: graph.heartbeats[-1].params.revision == samples["poa_router_params_revision"])
     assert graph.heartbeats[-1].params.kind is ParamsKind.EXTERNAL
+    # Routers are told first; what is put before the store is told would be lost.
+    for _ in range(500):
+        if stored_revision(await kv.get(KEY)) == graph.heartbeats[-1].params.revision:
+            return
+        await asyncio.sleep(0.01)
+    pytest.fail("the store never got the record in force")
+
+
+def stored_revision(entry: KeyValue.Entry) -> int | None:
+    """Return the revision of the record in the store, None of one that an operator wrote."""
+    return msgspec.json.decode(entry.value or b"{}").get("revision")
 
 
 async def refused(graph: LiveGraph, counts: Counter[str]) -> None:
