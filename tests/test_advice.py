@@ -104,6 +104,14 @@ def test_what_one_look_in_three_finds_is_never_advised(other: AllocationEstimate
     assert run(*two_thirds * 4, (5.0, found())).given is not None
 
 
+def test_a_third_of_many_looks_is_no_majority() -> None:
+    """Eight looks that found it in a minute of twenty-four: enough of them, and too few."""
+    third = ((2.5, found()), (5.0, NOTHING_BETTER))
+    assert run(*third * 12, (2.5, found()), look_s=2.5).given is None
+    most = ((5.0, found()), (2.5, NOTHING_BETTER))
+    assert run(*most * 12, (2.5, found()), look_s=2.5).given is not None
+
+
 def test_advice_is_withdrawn_once_fewer_than_half_of_the_looks_find_it() -> None:
     """Those of the last minute: an hour of being ahead counts for no more."""
     third = ((5.0, found()), (10.0, NOTHING_BETTER))

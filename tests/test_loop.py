@@ -7,6 +7,7 @@ import pytest
 import structlog
 from simulated_graph import STATIC, Graph, ticking
 
+from dynamo_poa.coupling import AllocationEstimate, CachingEstimate
 from dynamo_poa.errors import ActuationError, BusError
 from dynamo_poa.fleet import Fleet
 from dynamo_poa.policies import Answer
@@ -347,6 +348,49 @@ async def test_a_frontend_that_hangs_holds_up_nothing():
         assert (started, ended) == ([1], [])
         assert g.last.ttft_source == "decisions"
     assert ended == [1]
+
+
+class Games:
+    """The other two games, as the loop asks for them; what is wrong with them is told once."""
+
+    def __init__(self):
+        self.caching, self.allocation = CachingEstimate(poa_hat=1.5), AllocationEstimate(reason="one pool")
+        self.looked_at_s, self.skipped = None, 2
+        self.looks = []
+        self.failure = None
+
+    def look(self, at_s):
+        self.looks.append(at_s)
+
+    def take_failure(self):
+        failure, self.failure = self.failure, None
+        return failure
+
+    async def aclose(self):
+        self.looks.append("closed")
+
+
+async def test_the_other_games_are_looked_at_every_games_s_and_closed_with_the_loop():
+    """Issue 7: beside the ticks, which take what was priced last; what fails there is a failed tick."""
+    games = Games()
+    async with ticking(graph(games=games)) as g:
+        await g.run(12, HEALTHY)
+        assert len(games.looks) == 3
+        assert (g.last.caching, g.last.allocation) == (games.caching, games.allocation)
+        assert g.last.coupling.caching == 1.5
+        assert g.last.messages_dropped["games_unpriced"] == 2
+        games.failure = ValueError("no solution")
+        await g.run(1, HEALTHY)
+    assert g.last.failed_ticks == 1
+    assert games.looks[-1] == "closed"
+
+
+async def test_before_the_first_worker_no_game_is_looked_at():
+    """A reason that names workers would be false: discovery has told of none yet."""
+    games = Games()
+    async with ticking(graph(games=games, cards=())) as g:
+        await g.run(12, HEALTHY)
+        assert (games.looks, g.last.failed_ticks, g.last.caching) == ([], 0, games.caching)
 
 
 async def test_counters_of_every_source_are_in_the_record():
