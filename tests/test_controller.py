@@ -5,6 +5,7 @@ import pytest
 
 from dynamo_poa.config import ControllerConfig, PolicyConfig, RegimeConfig
 from dynamo_poa.controller import pinned, released, step, take_over
+from dynamo_poa.coupling import Advice, AllocationEstimate, Attainment, CacheSwap, CachingEstimate, Split
 from dynamo_poa.decisions import Traffic
 from dynamo_poa.errors import ParamsError
 from dynamo_poa.load import RankLoad
@@ -403,6 +404,27 @@ def test_the_record_carries_what_was_seen():
     assert (told.message_rate, told.tick_s, told.failed_ticks) == (2.0, 0.002, 1)
     assert told.tick == 1
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(told), type=type(told)) == told
+
+
+def test_the_record_carries_the_other_games_and_the_advice_told_of_them():
+    """Issue 7: one record a tick has all three games; a reader of the event plane needs no other."""
+    channel = Channel()
+    at = [
+        Attainment(split=Split(count, 8 - count), ttft_frac=0.9, itl_frac=0.9, goodput_rps=float(count))
+        for count in (3, 4)
+    ]
+    advice = Advice(now=at[0], then=at[1], gain_frac=0.3, gain_low=0.2, gain_high=0.4)
+    swap = CacheSwap(at_s=1.0, overlap_weight_before=1.0, overlap_weight_after=0.1)
+    caching = CachingEstimate(poa_hat=2.0)
+    allocation = AllocationEstimate(poa_hat=1.25, now=at[0], best=at[1])
+    told = channel.tick(0.5, caching=caching, allocation=allocation, advice=advice, cache_swap=swap).record
+    assert (told.caching, told.allocation, told.poa_advice, told.cache_swap) == (
+        caching,
+        allocation,
+        advice,
+        swap,
+    )
+    assert (told.coupling.caching, told.coupling.allocation) == (2.0, 1.25)
 
 
 def test_the_step_is_pure():

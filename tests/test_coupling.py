@@ -181,6 +181,16 @@ def test_watch_shows_the_three_games() -> None:
 _ROWS = {"dominant", "caching", "after swap", "split", "advice"}
 
 
+def test_a_swap_of_who_picks_is_not_shown_as_one_of_omega() -> None:
+    """Seen by a newcomer: `ω 1 → 1` reads as if nothing had been changed."""
+    swap = CacheSwap(at_s=1.0, overlap_weight_before=1.0, overlap_weight_after=1.0, hit_frac_before=0.25)
+    shown = text(record_view(msgspec.structs.replace(RECORD, cache_swap=swap)))
+    assert (
+        "after swap  who picks the worker changed: found cached 25.0% → - → - (before, during, after)"
+        in shown
+    )
+
+
 async def test_metrics_say_what_is_known_of_the_other_games_and_nothing_else() -> None:
     """Unknown is absent, never 0."""
     metrics = ControllerMetrics()
