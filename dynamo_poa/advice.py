@@ -19,9 +19,8 @@ GRACE_S = 15.0  # three looks by default: one that finds less, or nothing, does 
 MIN_LOOKS = 6  # that found it
 LOOKS = 11  # are judged at least, where a minute has fewer: of those, six are more than half
 MIN_GAIN_FRAC = 0.02  # less is not worth moving a worker for
-NOISE_FRAC = (
-    0.005  # under this the interval reaches to nothing: of two splits that serve all, one is ahead by a hair
-)
+# Under this the interval reaches to nothing: of two splits that serve all, one is ahead by a hair.
+NOISE_FRAC = 0.005
 
 
 class Look(msgspec.Struct, frozen=True):

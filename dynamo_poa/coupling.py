@@ -45,7 +45,7 @@ class CachingEstimate(msgspec.Struct, frozen=True, kw_only=True):
 
     poa_hat:          observed / optimal; None when absent, also where the optimum costs nothing
     observed_s, optimal_s:  GPU seconds spent per second on fetching and recomputing prefixes
-    bound_s:          no placement costs less; equals optimal_s under `exact`
+    bound_s:          no placement costs less; within 0.1 % of optimal_s under `exact`
     method:           how the optimum was found: `exact` (MILP, proven to 0.1 %) or `greedy` (unproven, saves
                       half of the most at least; poa_hat is then a lower estimate, observed / bound the upper)
     groups, workers:  size of the instance: prefix groups that were asked for and where they part, and ranks
